@@ -1,0 +1,182 @@
+"""GPUs as data: a TOML file a GPU, each number with its source, and what-if scaling of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from fa4tune.errors import HardwareError
+
+ARCHITECTURES = {"sm_90a": "h200", "sm_100a": "b200", "sm_103a": "b300"}
+"""Compile target -> the GPU that ``--arch`` alone stands for."""
+
+SCALES = {
+    "mma": ("mma_flops_per_clk",),
+    "exp": ("exp_per_clk",),
+    "smem": ("smem_bytes_per_clk",),
+    "fma": ("fma_per_clk",),
+    "tmem": ("tmem_load_bytes_per_clk", "tmem_store_bytes_per_clk"),
+    "l2": ("l2_bytes_per_clk",),
+    "hbm": ("hbm_gbytes_per_s",),
+}
+"""What-if names -> the rates that they multiply."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU. Rates are of an SM in one clock; ``sources`` says where each number is from.
+
+    ``clock_mhz`` is the clock under attention load, ``max_clock_mhz`` the highest one. ``arch`` is the compile
+    target. ``l2_bytes_per_clk`` is an SM's share of L2 bandwidth, ``hbm_gbytes_per_s`` the whole GPU's.
+    """
+
+    name: str
+    title: str
+    arch: str
+    memory_class: str
+    sm_count: int
+    clock_mhz: float
+    max_clock_mhz: float
+    power_watts: float
+    mma_flops_per_clk: float
+    exp_per_clk: float
+    smem_bytes_per_clk: float
+    fma_per_clk: float
+    alu_per_clk: float
+    issue_per_clk: float
+    smem_per_sm: int
+    smem_per_cta: int
+    registers_per_sm: int
+    threads_per_sm: int
+    tmem_columns: int
+    tmem_load_bytes_per_clk: float
+    tmem_store_bytes_per_clk: float
+    l2_bytes: int
+    l2_bytes_per_clk: float
+    hbm_bytes: int
+    hbm_gbytes_per_s: float
+    launch_us: float
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def key(self) -> str:
+        """Hardware key of tables: architecture, SM count and memory class; the name is provenance only."""
+        return f"{self.arch}-{self.sm_count}sm-{self.memory_class}"
+
+    @property
+    def peak_tflops(self) -> float:
+        """Dense bf16 TFLOP/s at ``clock_mhz``."""
+        return self.mma_flops_per_clk * self.sm_count * self.clock_mhz * 1e-6
+
+    @property
+    def hbm_bytes_per_clk(self) -> float:
+        """An SM's share of HBM bandwidth in one clock at ``clock_mhz``."""
+        return self.hbm_gbytes_per_s * 1e3 / (self.clock_mhz * self.sm_count)
+
+    def scaled(self, **factors: float) -> Gpu:
+        """A GPU that does not exist: rates multiplied by ``factors`` (keys of :data:`SCALES`).
+
+        Raises:
+            HardwareError: an unknown rate or a factor that is not positive.
+        """
+        changes: dict[str, Any] = {}
+        for name, factor in factors.items():
+            if name not in SCALES:
+                raise HardwareError(f"rate {name!r} cannot be scaled; use one of {', '.join(SCALES)}")
+            if not factor > 0:
+                raise HardwareError(f"scale {name}={factor} is not positive; give a factor above 0")
+            changes.update({rate: getattr(self, rate) * factor for rate in SCALES[name]})
+        label = "+".join(f"{name}x{factor:g}" for name, factor in factors.items())
+        return dataclasses.replace(self, name=f"{self.name}[{label}]", **changes) if factors else self
+
+
+_NUMBERS = {f.name: f.type for f in dataclasses.fields(Gpu)[4:-1]}
+_WORDS = ("name", "title", "arch", "memory_class")
+
+
+def _read(text: str, origin: str) -> Gpu:
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise HardwareError(f"{origin} is not TOML ({error}); see a file of fa4tune/hardware") from None
+    base: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    if "base" in data:
+        parent = load_gpu(str(data.pop("base")))
+        base = {f.name: getattr(parent, f.name) for f in dataclasses.fields(Gpu) if f.name != "sources"}
+        sources = dict(parent.sources)
+    for key, entry in data.items():
+        if key in _WORDS:
+            if not isinstance(entry, str):
+                raise HardwareError(f"{origin}: {key} must be text, got {entry!r}")
+            base[key] = entry
+        elif key in _NUMBERS:
+            if not isinstance(entry, dict) or "value" not in entry or "source" not in entry:
+                raise HardwareError(f"{origin}: {key} needs a table with value and source")
+            value = entry["value"]
+            if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
+                raise HardwareError(f"{origin}: {key} must be a number of at least 0, got {value!r}")
+            base[key] = int(value) if _NUMBERS[key] == "int" else float(value)
+            sources[key] = str(entry["source"])
+        else:
+            raise HardwareError(f"{origin}: {key!r} is not a field of a GPU; see a file of fa4tune/hardware")
+    missing = [k for k in (*_WORDS, *_NUMBERS) if k not in base]
+    if missing:
+        raise HardwareError(f'{origin} lacks {", ".join(missing)}; add them or a line base = "h200"')
+    if base["arch"] not in ARCHITECTURES:
+        raise HardwareError(f"{origin}: arch {base['arch']!r} is not one of {', '.join(ARCHITECTURES)}")
+    return Gpu(**base, sources=sources)
+
+
+def gpu_names() -> list[str]:
+    """Names that :func:`load_gpu` knows."""
+    files = resources.files("fa4tune.hardware").iterdir()
+    return sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml"))
+
+
+@cache
+def load_gpu(name: str) -> Gpu:
+    """A GPU by name (``h100``, ``h200``, ``b200``, ``b300``) or from a TOML file of one's own.
+
+    A file may start from a known GPU with ``base = "h200"`` and override numbers, each with its source; a
+    calibration overlay is such a file.
+
+    Raises:
+        HardwareError: the name is unknown, or the file is missing or malformed.
+    """
+    if name.endswith(".toml"):
+        path = Path(name)
+        if not path.is_file():
+            raise HardwareError(
+                f"hardware file {name!r} does not exist; give a name or an existing TOML file"
+            )
+        return _read(path.read_text(), name)
+    known = gpu_names()
+    if name.lower() not in known:
+        raise HardwareError(f"GPU {name!r} is not known; use one of {', '.join(known)} or a TOML file")
+    text = resources.files("fa4tune.hardware").joinpath(f"{name.lower()}.toml").read_text()
+    return _read(text, f"{name.lower()}.toml")
+
+
+def choose_gpu(gpu: str | None, arch: str | None) -> Gpu:
+    """The GPU that ``--gpu`` and ``--arch`` name together; neither means a B200.
+
+    Raises:
+        HardwareError: unknown names, or a GPU of another architecture than ``arch``.
+    """
+    if arch is not None and arch not in ARCHITECTURES:
+        raise HardwareError(f"arch {arch!r} is not known; use one of {', '.join(ARCHITECTURES)}")
+    if gpu is None:
+        return load_gpu(ARCHITECTURES[arch or "sm_100a"])
+    chosen = load_gpu(gpu)
+    if arch is not None and chosen.arch != arch:
+        raise HardwareError(
+            f"--gpu {gpu} is {chosen.arch} but --arch says {arch}; give one of the two or a matching pair"
+        )
+    return chosen
