@@ -125,8 +125,8 @@ def test_fused_multiply_add_rounds_once() -> None:
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_fused_multiply_add_does_not_round_twice(sign: int) -> None:
-    # The sum is 1 + 2^-23 + 2^-24 - 2^-56, just below a tie of float32 by less than float64 can see. Rounded to
-    # float64 it is the tie, which goes up to the even 1 + 2^-22.
+    # The sum is 1 + 2^-23 + 2^-24 - 2^-56, just below a tie of float32 by less than float64 can see. Rounded
+    # to float64 it is the tie, which goes up to the even 1 + 2^-22.
     a, b = np.float32(sign * 2.0**-12 * (1 - 2.0**-16)), np.float32(2.0**-12 * (1 + 2.0**-16))
     c = np.float32(sign * (1 + 2.0**-23))
     assert np.float32(float(a) * float(b) + float(c)) == sign * np.float32(1 + 2.0**-22)
