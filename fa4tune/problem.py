@@ -87,7 +87,8 @@ class AttentionProblem:
         match = _PATTERN.fullmatch(text.strip())
         if match is None:
             raise ProblemError(
-                f"{text!r} is not a problem; write it as b4_hq16_hk16_sq8192_sk8192_d128_dv128_bf16_causal_fwd"
+                f"{text!r} is not a problem; "
+                f"write it as b4_hq16_hk16_sq8192_sk8192_d128_dv128_bf16_causal_fwd"
             )
         fields: dict[str, Any] = match.groupdict()
         words = ("dtype", "mask", "direction")

@@ -32,7 +32,7 @@ SCALES = {
 class Gpu:
     """One GPU. Rates are of an SM in one clock; ``sources`` says where each number is from.
 
-    ``clock_mhz`` is the clock under attention load, ``max_clock_mhz`` the highest one. ``arch`` is the compile
+    ``clock_mhz`` is the clock under attention load, ``max_clock_mhz`` the highest. ``arch`` is the compile
     target. ``l2_bytes_per_clk`` is an SM's share of L2 bandwidth, ``hbm_gbytes_per_s`` the whole GPU's.
     """
 

@@ -1,4 +1,4 @@
-"""Knobs of the kernels. A knob exists here once; keys, CLI options, table fields and search space derive from it."""
+"""Knobs of the kernels, each defined once: keys, CLI options, table fields and search space derive from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_CTA_REGISTERS = 65536
 """32-bit registers of an SM (Hopper and Blackwell)."""
 
 SCHEDULERS = ("single", "persistent", "lpt")
-"""One tile a CTA; a static persistent loop; longest tile first, one tile a CTA, heads in L2-sized sections."""
+"""One tile a CTA; a static persistent loop; longest tile first with heads in L2-sized sections."""
 
 SHARE_STEP = 1 / 16
 """Emulated shares of exponentials are multiples of this."""
@@ -53,9 +53,9 @@ def _knob(default: Any, parse: Callable[[str], Any], choices: Iterable[Any], doc
 
 @dataclass(frozen=True, slots=True)
 class KernelConfig:
-    """Base of the configs: parsing, formatting, replacing. Subclasses are frozen, validated at construction.
+    """Base of the configs: parsing, formatting, replacing. Subclasses are validated at construction.
 
-    ``choices`` of a knob are what a search draws from. The set of valid values is wider where the plan says so.
+    ``choices`` of a knob are what a search draws from; the set of valid values is wider.
     """
 
     family: ClassVar[str] = ""
@@ -220,7 +220,7 @@ class SM100ForwardConfig(KernelConfig):
     q_tiles: int = _knob(2, _integer, (1, 2), "128-row query tiles of a CTA")
     cta_group: int = _knob(1, _integer, (1, 2), "CTAs that execute one MMA together")
     exp2_share: float = _knob(
-        0.1875, float, tuple(s / 16 for s in range(0, 7)), "share of the exponentials done by a polynomial"
+        0.1875, float, tuple(s / 16 for s in range(7)), "share of the exponentials done by a polynomial"
     )
     exp2_degree: int = _knob(3, _integer, (2, 3, 4), "degree of that polynomial")
     exp2_start: int = _knob(1, _integer, (0, 1), "first 32-column fragment of a row that may be emulated")

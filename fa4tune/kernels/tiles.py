@@ -1,4 +1,4 @@
-"""How a problem falls into work tiles and K/V iterations: host arithmetic that kernels repeat on the device."""
+"""How a problem falls into work tiles and K/V iterations; kernels repeat this arithmetic on the device."""
 
 from __future__ import annotations
 
