@@ -92,7 +92,8 @@ class AttentionProblem:
             )
         fields: dict[str, Any] = match.groupdict()
         words = ("dtype", "mask", "direction")
-        return cls(**{name: value if name in words else int(value) for name, value in fields.items()})
+        values: dict[str, Any] = {n: v if n in words else int(v) for n, v in fields.items()}
+        return cls(**values)
 
     def __str__(self) -> str:
         return (

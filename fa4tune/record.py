@@ -42,7 +42,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Protocol(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a time was taken. It belongs to the number as its unit does.
 
-    ``timing`` says what one sample is (``cuda_graph``: kernel time inside a graph replay; ``events``: between two
+    ``timing`` says what one sample is (``cuda_graph``: a kernel in a graph replay; ``events``: between two
     events); ``l2`` is ``cold`` where the cache is flushed before each sample; ``interleaved`` configs took
     turns, one sample each round.
     """
@@ -117,7 +117,8 @@ def decode_trial(line: bytes | str) -> Trial:
         raise SearchError(f"not a trial record ({error}); the line begins {start!r}") from None
     if trial.schema > SCHEMA:
         raise SearchError(
-            f"trial record has schema {trial.schema}, this fa4tune reads up to {SCHEMA}; install a newer fa4tune"
+            f"trial record has schema {trial.schema}, this fa4tune reads up to {SCHEMA}; "
+            f"install a newer fa4tune"
         )
     return trial
 

@@ -1,4 +1,4 @@
-"""Knobs of the kernels, each defined once: keys, CLI options, table fields and search space derive from it."""
+"""Knobs of the kernels, defined once: keys, CLI options, table fields and search space derive from them."""
 
 from __future__ import annotations
 
