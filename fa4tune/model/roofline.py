@@ -1,6 +1,6 @@
 """The roofline: work of plan operations over the rate of the unit that does it.
 
-Every value is a sum over plan operations divided by a number of the hardware file. Nothing here knows a shape.
+Every value is a sum over plan operations divided by a number of the hardware file; nothing knows a shape.
 """
 
 from __future__ import annotations

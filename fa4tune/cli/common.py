@@ -1,0 +1,205 @@
+"""What commands share: problem, GPU and config from options, and output on the right stream."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from fa4tune.errors import ConfigError, Fa4tuneError, ProblemError
+from fa4tune.problem import AttentionProblem
+
+if TYPE_CHECKING:
+    from fa4tune.hardware.gpu import Gpu
+    from fa4tune.kernels.config import KernelConfig
+
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout; messages on stderr.")]
+ConfigOption = Annotated[
+    str | None, typer.Option("--config", help="Knobs as key=value,...; the others keep their default.")
+]
+GpuOption = Annotated[str | None, typer.Option("--gpu", help="GPU by name, or a TOML file of one's own.")]
+ArchOption = Annotated[
+    str | None, typer.Option("--arch", help="sm_90a, sm_100a or sm_103a: its default GPU.")
+]
+
+_PANEL = "Problem"
+
+
+def _option(*names: str, help: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=_PANEL)
+
+
+_SHAPE: dict[str, tuple[Any, Any]] = {
+    "batch": (int | None, _option("--batch", help="Sequences.")),
+    "seqlen_q": (int | None, _option("--seqlen-q", help="Query rows of a sequence.")),
+    "seqlen_k": (int | None, _option("--seqlen-k", help="Keys of a sequence (default: as --seqlen-q).")),
+    "heads": (int | None, _option("--heads", help="Query heads.")),
+    "kv_heads": (int | None, _option("--kv-heads", help="Key/value heads (default: as --heads).")),
+    "head_dim": (int | None, _option("--head-dim", help="Elements of a query or key row.")),
+    "head_dim_v": (
+        int | None,
+        _option("--head-dim-v", help="Elements of a value row (default: --head-dim)."),
+    ),
+    "dtype": (str | None, _option("--dtype", help="bf16 (default) or fp16.")),
+    "window": (str | None, _option("--window", help="Sliding window LEFT,RIGHT around the diagonal.")),
+    "direction": (str | None, _option("--direction", help="fwd (default), bwd or bwd_det.")),
+    "model_config": (
+        str | None,
+        _option("--model-config", help="A Hugging Face config.json for heads and head dims."),
+    ),
+}
+
+
+def with_problems(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the PROBLEM arguments and the shape options; it is called with ``problems``, a tuple.
+
+    A command that takes one problem calls :func:`only` on it.
+    """
+    own = inspect.signature(command, eval_str=True)
+    shape = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option]
+        )
+        for name, (kind, option) in _SHAPE.items()
+    ]
+    shape.append(
+        inspect.Parameter(
+            "causal",
+            inspect.Parameter.KEYWORD_ONLY,
+            default=False,
+            annotation=Annotated[bool, _option("--causal", help="Causal mask, aligned bottom-right.")],
+        )
+    )
+    argument = inspect.Parameter(
+        "problem",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[
+            list[str] | None,
+            typer.Argument(metavar="[PROBLEM]", help="b4_hq16_hk16_sq8192_sk8192_d128_dv128_bf16_causal_fwd"),
+        ],
+    )
+    rest = [
+        p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for n, p in own.parameters.items() if n != "problems"
+    ]
+
+    @wraps(command)
+    def run(**values: Any) -> Any:
+        given = {name: values.pop(name) for name in (*_SHAPE, "causal")}
+        texts = values.pop("problem") or []
+        return command(problems=resolve_problems(texts, **given), **values)
+
+    signature = inspect.Signature([argument, *rest, *shape])
+    run.__signature__ = signature  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+    return run
+
+
+def resolve_problems(texts: list[str], **given: Any) -> tuple[AttentionProblem, ...]:
+    """Problems from PROBLEM strings, or one from shape options.
+
+    Raises:
+        ProblemError: neither or both were given, an option is missing, or a value is out of range.
+    """
+    options = {name: value for name, value in given.items() if value not in (None, False)}
+    if texts and options:
+        names = ", ".join("--" + name.replace("_", "-") for name in options)
+        raise ProblemError(f"both a PROBLEM and {names} were given; use one or the other")
+    if texts:
+        return tuple(AttentionProblem.parse(text) for text in texts)
+    if not options:
+        raise ProblemError(
+            "no problem was given; write a PROBLEM string or --batch --seqlen-q --heads --head-dim"
+        )
+    if path := options.pop("model_config", None):
+        options = {**_model_shape(Path(path), "causal" in options or "window" in options), **options}
+    missing = [name for name in ("batch", "seqlen_q", "heads", "head_dim") if name not in options]
+    if missing:
+        raise ProblemError(
+            f"the problem lacks {', '.join('--' + m.replace('_', '-') for m in missing)}; add them"
+        )
+    if "window" in options and options.get("causal"):
+        raise ProblemError("--causal and --window exclude each other; a causal window is --window LEFT,0")
+    mask = "causal" if options.pop("causal", False) else "full"
+    if window := options.pop("window", None):
+        left, comma, right = window.partition(",")
+        if not (comma and left.strip().isdigit() and right.strip().isdigit()):
+            raise ProblemError(f"--window {window!r} is not LEFT,RIGHT; give two whole numbers such as 512,0")
+        mask = f"win{int(left)}-{int(right)}"
+    options.setdefault("seqlen_k", options["seqlen_q"])
+    options.setdefault("kv_heads", options["heads"])
+    options.setdefault("head_dim_v", options["head_dim"])
+    return (AttentionProblem(mask=mask, **options),)
+
+
+def _model_shape(path: Path, masked: bool) -> dict[str, Any]:
+    """Heads, head dims and dtype of a Hugging Face ``config.json``; causal where it is a ``ForCausalLM``."""
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ProblemError(
+            f"--model-config {str(path)!r} cannot be read ({error}); give a config.json"
+        ) from None
+    config = config.get("text_config", config)
+    heads = config.get("num_attention_heads")
+    if not isinstance(heads, int):
+        raise ProblemError(f"{str(path)!r} has no num_attention_heads; give --heads and --head-dim instead")
+    shape: dict[str, Any] = {"heads": heads, "kv_heads": config.get("num_key_value_heads") or heads}
+    if "qk_rope_head_dim" in config:  # multi-head latent attention, as trained (not absorbed)
+        shape["head_dim"] = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+        shape["head_dim_v"] = config["v_head_dim"]
+        shape["kv_heads"] = heads
+    else:
+        shape["head_dim"] = config.get("head_dim") or config["hidden_size"] // heads
+    if config.get("torch_dtype", config.get("dtype")) == "float16":
+        shape["dtype"] = "fp16"
+    if not masked and any(str(name).endswith("ForCausalLM") for name in config.get("architectures") or ()):
+        shape["causal"] = True
+    return shape
+
+
+def only(problems: tuple[AttentionProblem, ...]) -> AttentionProblem:
+    """The one problem of a command that takes one.
+
+    Raises:
+        ProblemError: several were given.
+    """
+    if len(problems) != 1:
+        raise ProblemError(f"this command takes one problem, got {len(problems)}; run it once for each")
+    return problems[0]
+
+
+def choose_config(problem: AttentionProblem, gpu: Gpu, text: str | None) -> KernelConfig:
+    """The class's default config with the knobs of ``--config`` changed.
+
+    Raises:
+        ConfigError: unknown knob or a value out of range.
+    """
+    from fa4tune.kernels.config import default_config
+
+    config = default_config(problem, gpu.arch)
+    return config.with_text(text) if text else config
+
+
+def emit_json(value: dict[str, Any]) -> None:
+    """Print one JSON object on stdout."""
+    json.dump(value, sys.stdout, indent=2, default=str)
+    sys.stdout.write("\n")
+
+
+def note(text: str) -> None:
+    """A message for the person at the terminal: stderr, so that stdout stays clean."""
+    print(text, file=sys.stderr)
+
+
+def fail(error: Fa4tuneError) -> NoReturn:
+    """End with the error's sentence on stderr: status 2 for bad usage, 1 for anything else."""
+    print(f"error: {error}", file=sys.stderr)
+    usage = isinstance(error, ProblemError | ConfigError | ValueError)
+    raise SystemExit(2 if usage else 1)

@@ -1,0 +1,160 @@
+"""Say why a kernel is as fast as it is: units, what binds, budgets, and what each knob would change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fa4tune.errors import ConfigError, InfeasibleError
+from fa4tune.hardware.gpu import Gpu
+from fa4tune.kernels.config import KernelConfig
+from fa4tune.kernels.plan import KernelPlan, Unit
+from fa4tune.kernels.program import build_plan
+from fa4tune.model.predict import Prediction, predict
+from fa4tune.model.roofline import iteration_work, problem_work, roofline, smem_cycles, unit_cycles
+
+UNIT_NAMES = {
+    Unit.TENSOR: "tensor cores",
+    Unit.SMEM: "shared memory",
+    Unit.EXP: "exponential unit",
+    Unit.FMA: "FMA",
+    Unit.ALU: "ALU",
+    Unit.ISSUE: "issue slots",
+    Unit.TMEM: "tensor memory",
+    Unit.L2: "L2",
+    Unit.HBM: "HBM",
+}
+"""Words for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnobChange:
+    """One knob at another value: the predicted time, or why it cannot run."""
+
+    knob: str
+    value: Any
+    microseconds: float | None
+    speedup: float | None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Everything ``fa4tune explain`` shows of one config on one GPU.
+
+    ``cycles`` are of one unmasked K/V iteration of one CTA; its SMEM lines are split by path in
+    ``smem_paths``. ``hbm_cycles`` is the same iteration's share of the problem's compulsory HBM traffic.
+    """
+
+    plan: KernelPlan
+    gpu: Gpu
+    prediction: Prediction
+    cycles: dict[Unit, float]
+    smem_paths: dict[str, float]
+    hbm_cycles: float
+    roofline_bound: Unit
+    roofline_tflops: float
+    changes: tuple[KnobChange, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON object of ``fa4tune explain --json``."""
+        resources, problem = self.plan.resources, self.plan.problem
+        return {
+            "problem": str(problem),
+            "gpu": self.gpu.name,
+            "hardware_key": self.gpu.key,
+            "kernel": self.plan.name,
+            "config": self.plan.config.as_dict() if isinstance(self.plan.config, KernelConfig) else {},
+            "predicted_us": self.prediction.microseconds,
+            "predicted_tflops": self.prediction.tflops,
+            "predicted_tflops_exact_flops": self.prediction.tflops_exact,
+            "share_of_peak": self.prediction.tflops_exact / self.gpu.peak_tflops,
+            "peak_tflops": self.gpu.peak_tflops,
+            "bound": self.prediction.bound,
+            "roofline": {"bound": str(self.roofline_bound), "tflops_exact_flops": self.roofline_tflops},
+            "cycles": {
+                **{str(unit): cycles for unit, cycles in self.cycles.items()},
+                **{f"smem_{path}": cycles for path, cycles in self.smem_paths.items()},
+                "hbm": self.hbm_cycles,
+            },
+            "tile": {"rows": self.plan.tile_rows, "keys": self.plan.tile_n},
+            "utilisation": {str(u): share for u, share in self.prediction.utilisation.items()},
+            "critical_cycle": list(self.prediction.critical_cycle),
+            "budgets": {
+                "smem_bytes": resources.smem_bytes,
+                "smem_limit": resources.smem_limit,
+                "tmem_columns": resources.tmem_columns,
+                "tmem_limit": resources.tmem_limit,
+                "registers": resources.registers,
+                "registers_limit": resources.registers_limit,
+                "threads": resources.threads,
+                "ctas_per_sm": resources.ctas_per_sm,
+                "roles": {role.name: role.registers for role in self.plan.roles},
+            },
+            "changes": [
+                {
+                    "knob": change.knob,
+                    "value": list(change.value) if isinstance(change.value, tuple) else change.value,
+                    "predicted_us": change.microseconds,
+                    "speedup": change.speedup,
+                    **({"reason": change.reason} if change.reason else {}),
+                }
+                for change in self.changes
+            ],
+        }
+
+
+def explain(plan: KernelPlan, gpu: Gpu, *, changes: bool = True) -> Explanation:
+    """Explain ``plan`` on ``gpu``; ``changes=False`` leaves out the knob-by-knob what-if.
+
+    All cycles are sums over plan operations over rates of the hardware file.
+    """
+    work = iteration_work(plan)
+    cycles = {unit: value for unit, value in unit_cycles(work, gpu).items() if unit != Unit.TMEM or value}
+    paths = smem_cycles(work, gpu)
+    bounds = roofline(plan, gpu)
+    iterations = max(1e-9, problem_work(plan).mma_flops / max(1, work.mma_flops))
+    hbm_per_clock = gpu.hbm_bytes_per_clk
+    prediction = predict(plan, gpu)
+    return Explanation(
+        plan=plan,
+        gpu=gpu,
+        prediction=prediction,
+        cycles=cycles,
+        smem_paths={
+            "mma_reads": paths.mma,
+            "tma_writes": paths.tma_write,
+            "tma_reads": paths.tma_read,
+            "generic": paths.generic,
+            "dsmem": paths.dsmem,
+        },
+        hbm_cycles=plan.problem.compulsory_bytes() / iterations / hbm_per_clock,
+        roofline_bound=bounds.bound,
+        roofline_tflops=plan.problem.flops() / bounds.time * 1e-12,
+        changes=knob_changes(plan, gpu, prediction.microseconds) if changes else (),
+    )
+
+
+def knob_changes(plan: KernelPlan, gpu: Gpu, microseconds: float) -> tuple[KnobChange, ...]:
+    """Each knob at each other value a search would try, one at a time, fastest first.
+
+    A value that cannot run stands at the end, with the reasons.
+    """
+    config = plan.config
+    assert isinstance(config, KernelConfig)
+    found: list[KnobChange] = []
+    for knob in config.knobs():
+        for value in config.choices(knob):
+            if knob == "registers" and value == ():
+                continue
+            try:
+                changed = config.replace(**{knob: value})
+                if changed == config:
+                    continue
+                time = predict(build_plan(plan.problem, changed, gpu), gpu).microseconds
+            except (InfeasibleError, ConfigError) as error:
+                reasons = error.reasons if isinstance(error, InfeasibleError) else (str(error),)
+                found.append(KnobChange(knob, value, None, None, "; ".join(reasons)))
+                continue
+            found.append(KnobChange(knob, value, time, microseconds / time))
+    return tuple(sorted(found, key=lambda c: (c.microseconds is None, c.microseconds or 0.0)))
