@@ -1,0 +1,36 @@
+"""Options and skips of the whole suite."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--run-slow", action="store_true", help="also run tests marked slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    reasons: dict[str, str] = {}
+    if not config.getoption("--run-slow"):
+        reasons["slow"] = "slow; give --run-slow"
+    if importlib.util.find_spec("flash_attn") is None:
+        reasons["peers"] = "flash-attn-4 is not installed (pip install 'fa4tune[peers]')"
+    if not _has_gpu():
+        reasons["gpu"] = "no CUDA GPU here"
+    for item in items:
+        for marker, reason in reasons.items():
+            if marker in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _has_gpu() -> bool:
+    return Path("/proc/driver/nvidia/version").exists()
+
+
+@pytest.fixture(autouse=True)
+def own_directories(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep tests out of the user's data: tables and studies go to a fresh directory."""
+    monkeypatch.setenv("FA4TUNE_DATA", str(tmp_path_factory.mktemp("data")))
