@@ -1,8 +1,8 @@
 """Launch capture: run a compiled CuTe DSL host function on CPU tensors and keep what it launches.
 
-The host function decides grid, cluster, shared memory, parameters and TMA descriptors; nothing here repeats its
-arithmetic. Its object is linked with a CUDA runtime that launches nothing (``capture_shim.c``) and called with
-tensors that claim to be on CUDA device 0 but lie in host memory. Pointers in the captured parameters are
+The host function decides grid, cluster, shared memory, parameters and TMA descriptors; nothing here repeats
+its arithmetic. Its object is linked with a CUDA runtime that launches nothing (``capture_shim.c``) and called
+with tensors that claim to be on CUDA device 0 but lie in host memory. Pointers in the captured parameters are
 therefore host addresses, and the emulator reads and writes the caller's tensors.
 """
 
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fa4tune.emulator.launch import BufferRegion, Launch
 from fa4tune.errors import CompileError, EmulationError
@@ -78,17 +79,17 @@ def capture(
     Args:
         compiled: what ``cute.compile(..., options="--enable-tvm-ffi ...")`` returned, an object with
             ``object_path`` and ``ptx``, or the path of an exported object file.
-        args: what the host function takes: CPU tensors (torch, NumPy, anything with ``__dlpack__``) and scalars.
-            Tensors are not copied. Streams that come from the TVM-FFI environment are not arguments.
-        ptx: PTX of that very compilation. ``None`` takes it from ``compiled``, which a CuTe DSL result holds when
-            it was compiled with ``--keep-ptx`` and a dump directory that exists.
+        args: what the host function takes: scalars and CPU tensors (torch, NumPy, anything with
+            ``__dlpack__``), which are not copied. A stream from the TVM-FFI environment is not an argument.
+        ptx: PTX of that very compilation. ``None`` takes it from ``compiled``, which a CuTe DSL result holds
+            when it was compiled with ``--keep-ptx`` and a dump directory that exists.
         names: a name for each argument, for buffers and messages.
         read_only: names of tensors that the kernel must not write.
         sm_count: SMs that the host function sees when it asks; default the architecture's GPU.
 
     Raises:
-        EmulationError: no PTX, no C compiler, arguments that the host function refuses, or a host function that
-            calls more of the CUDA runtime than a launch needs.
+        EmulationError: no PTX, no C compiler, arguments that the host function refuses, or a host function
+            that calls more of the CUDA runtime than a launch needs.
     """
     if ptx is None:
         ptx = _own_ptx(compiled)
@@ -118,8 +119,18 @@ def capture(
                     f"({', '.join(sizes)}); give the PTX of the same compilation"
                 )
             parameters = tuple(ctypes.string_at(pointers[i], n) for i, n in enumerate(sizes[entry]))
-            shape = [(int(v[0]), int(v[1]), int(v[2])) for v in (grid, block, cluster)]
-            launches.append(Launch(entry, *shape, int(smem), parameters, buffers, tuple(args)))
+            launches.append(
+                Launch(
+                    entry,
+                    grid=_triple(grid),
+                    block=_triple(block),
+                    cluster=_triple(cluster),
+                    smem_bytes=smem,
+                    parameters=parameters,
+                    buffers=buffers,
+                    keep_alive=tuple(args),
+                )
+            )
         except Exception as error:  # an exception must not cross the C frame
             failure.append(error)
 
@@ -139,13 +150,18 @@ def capture(
     return launches
 
 
+def _triple(values: Any) -> tuple[int, int, int]:
+    return int(values[0]), int(values[1]), int(values[2])
+
+
 def _own_ptx(compiled: Any) -> str:
     ptx = getattr(compiled, "ptx", None)
     if ptx is None:
         ptx = getattr(getattr(compiled, "artifacts", None), "PTX", None)
     if not isinstance(ptx, str) or ".entry" not in ptx:
         raise EmulationError(
-            "the compiled kernel holds no PTX; compile with --keep-ptx and an existing dump directory, or pass ptx="
+            "the compiled kernel holds no PTX; compile with --keep-ptx and a dump directory that exists, "
+            "or pass ptx="
         )
     return ptx
 
@@ -248,7 +264,7 @@ def _set_attributes(library: ctypes.CDLL, ptx: str, sm_count: int | None) -> Non
 class _DLTensor(ctypes.Structure):
     """``DLTensor`` of the DLPack header, the first member of ``DLManagedTensor``."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("data", ctypes.c_void_p),
         ("device_type", ctypes.c_int32),
         ("device_id", ctypes.c_int32),
@@ -294,8 +310,7 @@ def _claim_cuda(name: str, value: Any, writable: bool) -> tuple[Any, BufferRegio
         element = tensor.bits * tensor.lanes
         address = (tensor.data or 0) + tensor.byte_offset + low * element // 8
         nbytes = -(-(high - low) * element // 8)
-        memory = (ctypes.c_uint8 * nbytes).from_address(address)
-        region = BufferRegion(name, address, nbytes, np.frombuffer(memory, np.uint8), writable)
+        region = BufferRegion(name, address, nbytes, _memory(address, nbytes), writable)
     return tvm_ffi.from_dlpack(capsule), region
 
 
@@ -316,6 +331,9 @@ def _join(group: list[BufferRegion]) -> BufferRegion:
         return group[0]
     start = group[0].address
     nbytes = max(r.address + r.nbytes for r in group) - start
-    array = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(start), np.uint8)
     names = "+".join(r.name for r in group)
-    return BufferRegion(names, start, nbytes, array, any(r.writable for r in group))
+    return BufferRegion(names, start, nbytes, _memory(start, nbytes), any(r.writable for r in group))
+
+
+def _memory(address: int, nbytes: int) -> NDArray[np.uint8]:
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))

@@ -72,7 +72,7 @@ def runtime_library() -> Path:
 
 
 def c_compiler() -> str | None:
-    """Path of a C compiler: the one that ``CC`` names, else the first of :data:`COMPILERS`; None without one."""
+    """Path of a C compiler: the one that ``CC`` names, else the first of :data:`COMPILERS`, or None."""
     for name in (os.environ.get("CC", ""), *COMPILERS):
         found = shutil.which(name) if name else None
         if found:
