@@ -96,8 +96,9 @@ def _show_cycles(explanation: Explanation, console: Console) -> None:
     console.print()
     console.print(table)
     console.print(
-        "Each unit as if alone. Shared memory counts operand reads by MMA, TMA writes and reads, and threads' "
-        "loads and stores; published cycle tables count the MMA reads only. HBM counts q, k, v, out and LSE once."
+        "Each unit as if alone. Shared memory counts operand reads by MMA, TMA writes and reads, and "
+        "threads' loads and stores; published cycle tables count the MMA reads only. "
+        "HBM counts q, k, v, out and LSE once."
     )
 
 
