@@ -207,7 +207,7 @@ class SM90ForwardConfig(KernelConfig):
 
 @dataclass(frozen=True, slots=True)
 class SM100ForwardConfig(KernelConfig):
-    """Forward kernel for Blackwell: 16 warps, two softmax warpgroups, a correction warpgroup, MMA, TMA.
+    """Forward kernel for Blackwell: a softmax warpgroup a query tile, a correction warpgroup, MMA, TMA.
 
     ``registers`` is (softmax, correction, other) a thread. Defaults are FlashAttention-4's dense head-dim-128
     choice (upstream 4.0.0b36); :func:`default_config` gives those of other classes.
@@ -238,8 +238,13 @@ class SM100ForwardConfig(KernelConfig):
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA: 16 warps."""
-        return 512
+        """Threads of a CTA: a warpgroup a query tile, one for corrections, one of single-warp roles."""
+        return 128 * (self.q_tiles + 2)
+
+    @property
+    def launch_registers(self) -> int:
+        """Registers a thread at launch: an equal share of the SM, in steps of 8."""
+        return min(MAX_CTA_REGISTERS // self.threads // 8 * 8, 256)
 
     def __post_init__(self) -> None:
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
@@ -302,13 +307,13 @@ def _default_sm100(problem: AttentionProblem, causal: bool, doubled_exp: bool) -
         share, start = (0.1875, 0) if pair else (0.0625, 1)
     elif max(dims) <= 96:
         registers = (200, 64, 48)
-    stages = {64: 10, 96: 6, 128: 6 if pair else 3, 192: 5 if pair else 2}
+    stages = {64: 10, 96: 5, 128: 6 if pair else 3, 192: 5 if pair else 2}
     return SM100ForwardConfig(
         kv_stages=stages.get(dims[0], 2),
         q_tiles=2 if problem.seqlen_q * problem.gqa_group > 128 else 1,
         cta_group=2 if pair else 1,
         exp2_share=0.0 if doubled_exp else share,
-        exp2_start=start,
+        exp2_start=1 if doubled_exp else start,
         registers=registers,
         scheduler="lpt" if causal else "persistent",
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from itertools import pairwise
 
 from fa4tune.problem import AttentionProblem
 
@@ -174,7 +175,8 @@ class Operation:
         waits: barriers waited for before it, one entry a wait.
         signals: barriers arrived at after it, one entry an arrival as the trace counts them (a thread's or an
             asynchronous engine's).
-        when: ``always``, ``masked`` (tiles that cross the mask or the end of the keys), ``rescaled``.
+        when: ``always``, ``masked`` (tiles that cross the mask or the end of the keys), ``after_first`` (all
+            but an output tile's first iteration) or ``rescaled`` (data decide; never the first iteration).
         asynchronous: the role goes on at once; completion is seen through a barrier or a group wait.
     """
 
@@ -191,7 +193,12 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Dependency:
-    """``target`` of iteration *i* starts after ``source`` of iteration ``i - distance`` completed."""
+    """``target`` of iteration *i* starts after ``source`` of iteration ``i - distance`` completed.
+
+    Iterations are K/V tiles: ``pv0`` of iteration *i* multiplies with V tile *i*, whenever it is issued. A
+    distance below zero occurs in orders only: an issuer that runs ahead puts ``qk0`` of tile *i + 1* before
+    ``pv1`` of tile *i*.
+    """
 
     source: str
     target: str
@@ -201,10 +208,24 @@ class Dependency:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Operations that one issuing warp or in-order unit executes in this sequence, each iteration anew."""
+    """Operations that one issuing warp or in-order unit executes in this sequence, each turn anew.
+
+    ``lags`` says how many K/V tiles each operation trails the turn: in turn *j* an operation of lag *l* works
+    on tile ``j - l``, and is left out where that tile does not exist. (pv0, qk0, pv1, qk1) with lags
+    (1, 0, 1, 0) is thus prologue, steady state and tail of a pipeline in one line. Empty means all zero.
+    """
 
     owner: str
     operations: tuple[str, ...]
+    lags: tuple[int, ...] = ()
+
+    def dependencies(self) -> tuple[Dependency, ...]:
+        """The sequence as edges between neighbours, the last operation to the next turn's first included."""
+        lags = self.lags or (0,) * len(self.operations)
+        steps = list(zip(self.operations, lags, strict=True))
+        edges = [Dependency(a, b, la - lb, self.owner) for (a, la), (b, lb) in pairwise(steps)]
+        (first, first_lag), (last, last_lag) = steps[0], steps[-1]
+        return (*edges, Dependency(last, first, last_lag - first_lag + 1, self.owner))
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,10 +302,11 @@ class KernelPlan:
 
         Operations with ``when="rescaled"`` are given at their maximum, once an iteration.
         """
+        times = {"masked": masked, "after_first": max(0, trips - 1)}
         for operation in (*self.prologue, *self.epilogue):
             yield operation, 1
         for operation in self.loop.body:
-            yield operation, masked if operation.when == "masked" else trips
+            yield operation, times.get(operation.when, trips)
 
     def counts(self, trips: int, masked: int = 0) -> dict[str, Work]:
         """Work of one output tile by role."""

@@ -71,8 +71,8 @@ def unit_cycles(work: Work, gpu: Gpu) -> dict[Unit, float]:
 
 
 def iteration_work(plan: KernelPlan) -> Work:
-    """Work of one unmasked K/V iteration; rescales at the rate the plan gives them, masks not counted."""
-    return total_work(op for op in plan.loop.body if op.when != "masked")
+    """Work of one K/V iteration without mask and without rescale."""
+    return total_work(op for op in plan.loop.body if op.when not in ("masked", "rescaled"))
 
 
 def iteration_cycles(plan: KernelPlan, gpu: Gpu) -> dict[Unit, float]:
