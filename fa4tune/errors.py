@@ -33,6 +33,10 @@ class InfeasibleError(Fa4tuneError):
         super().__init__(f"{subject} cannot run: {'; '.join(reasons)}")
 
 
+class PlanError(Fa4tuneError):
+    """A plan that contradicts itself, such as operations that wait for each other in one iteration."""
+
+
 class CompileError(Fa4tuneError):
     """The kernel compiler failed; the message holds the config and the compiler's last words."""
 

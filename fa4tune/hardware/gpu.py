@@ -34,6 +34,16 @@ class Gpu:
 
     ``clock_mhz`` is the clock under attention load, ``max_clock_mhz`` the highest. ``arch`` is the compile
     target. ``l2_bytes_per_clk`` is an SM's share of L2 bandwidth, ``hbm_gbytes_per_s`` the whole GPU's.
+
+    Latencies (``..._clk``, cycles): ``mma_latency_clk`` from the end of a matrix operation's last pass to its
+    reader, ``barrier_latency_clk`` from an arrival to the waiting warp's next instruction, ``copy_latency_clk``
+    of a bulk copy that hits L2 and ``copy_miss_clk`` what a miss adds, ``tmem_latency_clk`` of a tensor-memory
+    load, ``arithmetic_latency_clk`` the drain of a dependent section of arithmetic (reductions across lanes
+    included). ``warp_issue_per_clk`` is what one warp alone issues in such a section, ``exp_overlap`` the part
+    of the shorter of a section's exponentials and other instructions that hides under the longer, and
+    ``contention`` how far other roles' use of a unit delays a role (0 never, 1 as at random phase).
+    ``tile_overhead_clk`` is what a tile costs beside its operations. ``active_watts`` and ``tensor_watts`` are
+    the power at ``max_clock_mhz`` of busy SMs without matrix work and of fully busy tensor cores.
     """
 
     name: str
@@ -62,6 +72,19 @@ class Gpu:
     hbm_bytes: int
     hbm_gbytes_per_s: float
     launch_us: float
+    mma_latency_clk: float
+    barrier_latency_clk: float
+    copy_latency_clk: float
+    copy_miss_clk: float
+    tmem_latency_clk: float
+    arithmetic_latency_clk: float
+    warp_issue_per_clk: float
+    exp_overlap: float
+    contention: float
+    tile_overhead_clk: float
+    hbm_efficiency: float
+    active_watts: float
+    tensor_watts: float
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property
