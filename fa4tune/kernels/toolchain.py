@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -12,6 +13,7 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 from functools import cache
+from importlib import resources
 from pathlib import Path
 
 from fa4tune.errors import CompileError
@@ -144,3 +146,67 @@ def digest(*parts: bytes | str) -> str:
         total.update(len(data).to_bytes(8, "little"))
         total.update(data)
     return total.hexdigest()[:32]
+
+
+def link_kernel(kernel: Path, output: Path) -> None:
+    """Make a shared library of an exported object that runs where the compiler is not installed.
+
+    It holds the object, the wheel's static archive and the hooks of ``runtime_shim.c``. It names
+    ``libcudart.so.13`` (12 for the CUDA 12 flavour) as needed, which torch has loaded already; the TVM-FFI
+    symbols come from ``tvm_ffi`` in the process.
+
+    Raises:
+        CompileError: there is no C compiler, or it fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="fa4tune-link-") as scratch:
+        shim = Path(scratch) / "runtime_shim.c"
+        shim.write_text(runtime_shim())
+        # an empty library of that name: the linker only has to note the dependency
+        soname = f"libcudart.so.{cuda_flavour().removeprefix('cu')}"
+        empty = Path(scratch) / "empty.c"
+        empty.write_text("")
+        link_shared([empty], Path(scratch) / soname, [f"-Wl,-soname,{soname}"])
+        link_shared(
+            [kernel, shim, runtime_archive()],
+            output,
+            ["-Wl,-Bsymbolic", "-Wl,--no-as-needed", f"-L{scratch}", f"-l:{soname}", "-s"],
+        )
+
+
+def runtime_shim() -> str:
+    """Source of the hooks that every kernel library contains."""
+    return resources.files("fa4tune.kernels").joinpath("runtime_shim.c").read_text()
+
+
+@cache
+def source_hash(module: str) -> str:
+    """Hash of a kernel module's file and of all files of ``fa4tune.kernels`` that it imports, directly or not.
+
+    Computed once a process: what was imported does not change with the file. Each compiler process compares
+    its own with the caller's.
+
+    Raises:
+        CompileError: the module does not exist.
+    """
+    seen: dict[str, bytes] = {}
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        try:
+            spec = importlib.util.find_spec(name)
+        except ImportError:
+            spec = None
+        if spec is None or spec.origin is None:
+            if name == module:
+                raise CompileError(f"there is no kernel module {module!r}")
+            continue  # a name imported from a module, not a module
+        data = Path(spec.origin).read_bytes()
+        seen[name] = data
+        for node in ast.walk(ast.parse(data)):
+            if isinstance(node, ast.Import):
+                waiting += [a.name for a in node.names if a.name.startswith("fa4tune.kernels")]
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fa4tune.kernels"):
+                waiting += [str(node.module), *(f"{node.module}.{a.name}" for a in node.names)]
+    return digest(*(part for name in sorted(seen) for part in (name, seen[name])))
