@@ -26,10 +26,12 @@ from fa4tune.kernels.compile_worker import SYMBOL
 from fa4tune.kernels.kernel_class import KernelClass
 from fa4tune.kernels.machine_code import ResourceUsage
 from fa4tune.kernels.toolchain import (
+    c_compiler,
     cache_dir,
     cuda_flavour,
     digest,
     dsl_version,
+    link_kernel,
     runtime_archive,
     runtime_shim,
     source_hash,
@@ -47,7 +49,7 @@ KERNELS_PER_PROCESS = 64
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """A runtime argument of the host function; ``bfloat16[4]`` is a tensor of rank 4, ``float32`` a scalar."""
+    """A runtime argument of the host function: ``bfloat16[4]`` is a rank-4 tensor, ``float32`` a scalar."""
 
     name: str
     type: str
@@ -387,4 +389,9 @@ def _read(folder: Path, kernel_class: KernelClass, key: str) -> CompiledKernel |
     except (OSError, ValueError, KeyError, TypeError):
         return None
     needed = (kernel.object_path, folder / "kernel.ptx", folder / "kernel.cubin")
-    return kernel if all(path.is_file() and path.stat().st_size for path in needed) else None
+    if not all(path.is_file() and path.stat().st_size for path in needed):
+        return None
+    if kernel.library_path is None and c_compiler() is not None:
+        # compiled where no C compiler was
+        link_kernel(kernel.object_path, folder / "kernel.so")
+    return kernel

@@ -84,6 +84,8 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"error": f"the source of {request['module']} changed while this process ran; start again"}
     kernel_class = KernelClass.from_dict(request["kernel_class"])
     try:
+        importlib.import_module(request["module"])  # not on the kernel's time
+        signal.setitimer(signal.ITIMER_REAL, request["timeout"])
         return compile_to(kernel_class, request["module"], Path(request["folder"]))
     except Fa4tuneError as error:
         return {"error": str(error)}
@@ -91,6 +93,8 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         # the compiler's messages are long; the last lines say what and where
         trace = "".join(traceback.format_exception(error)).strip().splitlines()
         return {"error": f"{type(error).__name__}: {str(error).strip()[:1500]}", "trace": trace[-12:]}
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def main() -> None:
@@ -100,9 +104,7 @@ def main() -> None:
     os.dup2(2, 1)
     for line in sys.stdin:
         request = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, request["timeout"])
         answer = _answer(request)
-        signal.setitimer(signal.ITIMER_REAL, 0)
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
