@@ -7,7 +7,8 @@ Started as early as these arcs allow, the loop settles on a period of
     max over cycles of (sum of weights) / (sum of distances)
 
 (Baccelli, Cohen, Olsder, Quadrat, "Synchronization and Linearity", 1992, theorem 3.28). Howard's policy
-iteration finds it (Cochet-Terrasson et al., 1998); the cycle that attains it is the explanation of the period.
+iteration finds it (Cochet-Terrasson et al., 1998); the cycle that attains it explains
+the period.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ def maximum_cycle_ratio(
         if policy is not None
         else [max(out, key=weights.__getitem__) if out else -1 for out in outgoing]
     )
-    best, best_cycle = 0.0, ()
+    best = 0.0
+    best_cycle: tuple[int, ...] = ()
     potential = [0.0] * nodes
     ratio = [0.0] * nodes
     for _ in range(200):
@@ -145,7 +147,8 @@ def _evaluate(
     """Ratio and potential of every node under the policy ``chosen``; the largest ratio and its cycle."""
     targets, distances = arcs.targets, arcs.distances
     colour = [0] * arcs.nodes
-    best, best_cycle = 0.0, ()
+    best = 0.0
+    best_cycle: tuple[int, ...] = ()
     for root in range(arcs.nodes):
         if colour[root]:
             continue

@@ -1,0 +1,390 @@
+"""From a plan's loop to a timed event graph, its steady state, and the run of whole tiles through it.
+
+An operation that its role executes itself is one node. An asynchronous one is two: the issue, at which the
+issuing warp waits for what the operation needs, and the execution, which its unit does in order. Issue orders
+and dependencies are arcs. Iterations are K/V tiles; an issuer that runs ahead makes distances below zero,
+which retiming removes (a node's turn is its tile plus its lag).
+
+**Sharing.** Where several roles use a unit and no order or barrier says who goes first, a role finds another
+one there with the probability that the other is there at all, and then shares the unit with it evenly: work
+``w`` of role *g* takes ``w (1 + c * sum of the others' busy fractions)``, ``c`` being ``contention`` of the
+hardware file. Busy fractions follow from these longer times and the period, so the three are solved together
+(mean value analysis of a closed queueing network, Bard's approximation with exact self-exclusion). Two equal
+roles that do nothing but share a unit take exactly twice as long each, and nothing beats the unit's total.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import exp, log
+from typing import NamedTuple
+
+from fa4tune.errors import PlanError
+from fa4tune.hardware.gpu import Gpu
+from fa4tune.kernels.plan import Dependency, Loop, Order, Unit
+from fa4tune.model.event_graph import Arcs, maximum_cycle_ratio
+from fa4tune.model.timing import ARITHMETIC, EXP, TENSOR, TMEM, UNITS, Duration, Rates
+
+_FULL, _REMOTE, _SERVICE, _ISSUE = range(4)
+"""What an arc's weight is: the source's whole time, that and a barrier, its hold on the unit, its issue."""
+
+_STATIONS = 4
+
+
+ISSUES, EXECUTES, RUNS = range(3)
+"""What a node is: an asynchronous operation's issue, its execution, or an operation of the role itself."""
+
+
+class Step(NamedTuple):
+    """A node as a run meets it; ``waits`` are (operation, distance, across roles)."""
+
+    kind: int
+    operation: int
+    lag: int
+    needs_q: bool
+    waits: tuple[tuple[int, int, bool], ...]
+    orders: tuple[int, ...]
+    chains: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """Everything about a loop that does not depend on durations.
+
+    ``values`` gives each arc's weight as an index into ``[full..., full + barrier..., service..., issue...]``
+    over the operations. ``steps`` is what a run executes in a turn, in order.
+    """
+
+    arcs: Arcs
+    values: tuple[int, ...]
+    owners: tuple[int, ...]
+    """Operation of each node."""
+    groups: tuple[str, ...]
+    group_of: tuple[int, ...]
+    """Role of each operation, as an index into ``groups``."""
+    shared: tuple[bool, ...]
+    """Whether roles meet at a station at random."""
+    lags: tuple[int, ...]
+    order_owners: tuple[str, ...]
+    steps: tuple[Step, ...]
+    chains: int
+    why: tuple[str, ...]
+    """What each arc says, for people."""
+
+
+@lru_cache(maxsize=1024)
+def _skeleton(
+    operations: tuple[tuple[str, str, Unit, bool], ...],
+    dependencies: tuple[Dependency, ...],
+    orders: tuple[Order, ...],
+) -> Skeleton:
+    names = {name: index for index, (name, *_) in enumerate(operations)}
+    count = len(operations)
+    issue_node = {}
+    owners = list(range(count))
+    for index, (_, _, _, asynchronous) in enumerate(operations):
+        if asynchronous:
+            issue_node[index] = len(owners)
+            owners.append(index)
+    begin = [issue_node.get(index, index) for index in range(count)]
+    arcs: list[tuple[int, int, int, int, str]] = []
+    waits: list[list[tuple[int, int, bool]]] = [[] for _ in owners]
+    in_orders: list[list[int]] = [[] for _ in owners]
+    in_chains: list[list[int]] = [[] for _ in owners]
+
+    def value(kind: int, operation: int) -> int:
+        return kind * count + operation
+
+    for index, node in issue_node.items():
+        arcs.append((node, index, value(_ISSUE, index), 0, "issue"))
+    for dependency in dependencies:
+        source, target = names[dependency.source], names[dependency.target]
+        remote = operations[source][1] != operations[target][1]
+        weight = value(_REMOTE if remote else _FULL, source)
+        why = dependency.why or "dependency"
+        arcs.append((source, begin[target], weight, dependency.distance, why))
+        waits[begin[target]].append((source, dependency.distance, remote))
+    chain_count = 0
+    shared = [True] * _STATIONS
+    for number, order in enumerate(orders):
+        members = [names[name] for name in order.operations]
+        for member in members:
+            in_orders[begin[member]].append(number)
+        edges = (
+            order.dependencies()
+            if len(members) > 1
+            else (Dependency(order.operations[0], order.operations[0], 1),)
+        )
+        for edge in edges:
+            source, target = names[edge.source], names[edge.target]
+            weight = value(_ISSUE if source in issue_node else _FULL, source)
+            arcs.append((begin[source], begin[target], weight, edge.distance, f"order of {order.owner}"))
+        lags = order.lags or (0,) * len(members)
+        for unit in {operations[m][2] for m in members if m in issue_node}:
+            chain = [
+                (m, lag)
+                for m, lag in zip(members, lags, strict=True)
+                if m in issue_node and operations[m][2] == unit
+            ]
+            for (a, lag_a), (b, lag_b) in zip(
+                chain, [*chain[1:], (chain[0][0], chain[0][1] - 1)], strict=True
+            ):
+                arcs.append((a, b, value(_SERVICE, a), lag_a - lag_b, f"{unit} in order"))
+            for member, _ in chain:
+                in_chains[member].append(chain_count)
+            chain_count += 1
+            if unit == Unit.TENSOR and len({operations[m][1] for m, _ in chain}) > 1:
+                shared[TENSOR] = False
+    lags_of = _retime(len(owners), arcs)
+    graph = Arcs(
+        len(owners),
+        tuple(a[0] for a in arcs),
+        tuple(a[1] for a in arcs),
+        tuple(a[3] + lags_of[a[1]] - lags_of[a[0]] for a in arcs),
+    )
+    groups = tuple(dict.fromkeys(role for _, role, _, _ in operations))
+    steps = []
+    for node in graph.order:
+        operation = owners[node]
+        kind = ISSUES if node >= count else EXECUTES if operation in issue_node else RUNS
+        steps.append(
+            Step(
+                kind,
+                operation,
+                lags_of[node],
+                operations[operation][2] == Unit.TENSOR and kind != EXECUTES,
+                tuple(waits[node]),
+                tuple(in_orders[node]),
+                tuple(in_chains[node]),
+            )
+        )
+    return Skeleton(
+        arcs=graph,
+        values=tuple(a[2] for a in arcs),
+        owners=tuple(owners),
+        groups=groups,
+        group_of=tuple(groups.index(role) for _, role, _, _ in operations),
+        shared=tuple(shared),
+        lags=tuple(lags_of),
+        order_owners=tuple(order.owner for order in orders),
+        steps=tuple(steps),
+        chains=chain_count,
+        why=tuple(a[4] for a in arcs),
+    )
+
+
+def _retime(nodes: int, arcs: list[tuple[int, int, int, int, str]]) -> list[int]:
+    """Turns that each node trails its tile by, so that no arc reaches into a later turn."""
+    lags = [0] * nodes
+    for _ in range(nodes + 1):
+        moved = False
+        for source, target, _, distance, _ in arcs:
+            if lags[source] - distance > lags[target]:
+                lags[target] = lags[source] - distance
+                moved = True
+        if not moved:
+            return lags
+    raise PlanError("operations wait for each other's later tiles in a circle; the loop can never start")
+
+
+def skeleton(loop: Loop) -> Skeleton:
+    """The event graph of ``loop`` without durations; equal loops share one.
+
+    Raises:
+        PlanError: the operations wait for each other, so that no iteration can complete.
+    """
+    return _skeleton(
+        tuple([(op.name, op.role, op.unit, op.asynchronous) for op in loop.body]),
+        loop.dependencies,
+        loop.orders,
+    )
+
+
+def rescale_rate(threshold: float, trips: int) -> float:
+    """How often a warp rescales O in an iteration after the first, for scores without a trend.
+
+    A row's maximum grows in tile *i* with probability ``1/(i+1)``, a warp's vote is over 32 rows, and a
+    growth of more than ``threshold`` (log2 units) beyond the maximum of unit-variance scores is exponentially
+    rarer, at the maximum's hazard of about 3 a unit. The data decide; this is what random data do.
+    """
+    if trips <= 1:
+        return 0.0
+    rare = exp(-3.0 * log(2.0) * threshold)
+    steps = min(trips, 64)
+    met = sum(1.0 - (1.0 - rare / (i + 1)) ** 32 for i in range(1, steps)) / (steps - 1)
+    return float(met)
+
+
+@dataclass(slots=True)
+class Timed:
+    """A loop with durations: the weights of its arcs under the sharing rule, and its period.
+
+    ``period`` is the larger of the largest cycle ratio ``ratio`` and the largest unit total; ``totals`` are
+    cycles an iteration by unit of :data:`fa4tune.model.timing.UNITS`, all CTAs of
+    an SM; ``values`` the cycles that arcs pick from; ``stretch`` the delay factor by role and station.
+    """
+
+    skeleton: Skeleton
+    durations: tuple[Duration, ...]
+    values: list[float]
+    period: float
+    ratio: float
+    cycle: tuple[int, ...]
+    totals: list[float]
+    stretch: list[list[float]]
+    policy: tuple[int, ...]
+
+    def span(self, operation: int) -> float:
+        """Cycles of an operation from its start to its end as its reader sees it."""
+        return self.values[operation]
+
+    def service(self, operation: int) -> float:
+        """Cycles for which an operation holds its unit or, if its role executes it, its role."""
+        return self.values[2 * len(self.durations) + operation]
+
+
+def solve(
+    shape: Skeleton,
+    durations: Sequence[Duration],
+    weights: Sequence[float],
+    rates: Rates,
+    copies: int = 1,
+    start: Timed | None = None,
+) -> Timed:
+    """Durations under sharing and the steady-state period.
+
+    Args:
+        shape: the loop's graph.
+        durations: of each operation, undisturbed.
+        weights: how often each operation happens in an iteration, 0 to 1.
+        rates: of the GPU.
+        copies: CTAs that run the same loop on one SM, out of step with each other.
+        start: an earlier answer on the same graph, to start from.
+    """
+    gpu = rates.gpu
+    groups = len(shape.groups)
+    totals = [0.0] * len(UNITS)
+    demand = [[0.0] * _STATIONS for _ in range(groups)]
+    for duration, weight, group in zip(durations, weights, shape.group_of, strict=True):
+        if weight:
+            for unit, cycles in enumerate(duration.units):
+                if cycles:
+                    totals[unit] += cycles * weight
+            own = demand[group]
+            for station, cycles in enumerate(duration.demand):
+                if cycles:
+                    own[station] += cycles * weight
+    if copies > 1:
+        totals = [total * copies for total in totals]
+    floor = max(totals)
+    contention = gpu.contention
+    meets = [
+        station
+        for station in range(_STATIONS)
+        if (copies > 1 or (shape.shared[station] and sum(1 for d in demand if d[station]) > 1))
+    ]
+    stretch = [row[:] for row in start.stretch] if start else [[1.0] * _STATIONS for _ in range(groups)]
+    policy = start.policy if start else None
+    values = _values(shape, durations, weights, stretch, gpu)
+    arcs, picks = shape.arcs, shape.values
+    answer = maximum_cycle_ratio(arcs, [values[v] for v in picks], policy)
+    period = max(answer.ratio, floor)
+    if not meets or not contention:
+        return Timed(
+            shape,
+            tuple(durations),
+            values,
+            period,
+            answer.ratio,
+            answer.cycle,
+            totals,
+            stretch,
+            answer.policy,
+        )
+    for _ in range(30):
+        before = period
+        # along the cycle found last, the fixed point costs little
+        for _ in range(12):
+            inner = period
+            _share(stretch, demand, period, meets, contention, copies, shape.shared)
+            values = _values(shape, durations, weights, stretch, gpu)
+            ratio = sum(values[picks[a]] for a in answer.cycle) / sum(arcs.distances[a] for a in answer.cycle)
+            period = max(0.5 * (inner + max(ratio, floor)), floor)
+            if abs(period - inner) < 1e-4 * period:
+                break
+        answer = maximum_cycle_ratio(arcs, [values[v] for v in picks], answer.policy)
+        period = max(answer.ratio, floor)
+        if abs(period - before) < 1e-3 * period:
+            break
+    return Timed(
+        shape, tuple(durations), values, period, answer.ratio, answer.cycle, totals, stretch, answer.policy
+    )
+
+
+def _share(
+    stretch: list[list[float]],
+    demand: list[list[float]],
+    period: float,
+    meets: list[int],
+    contention: float,
+    copies: int,
+    shared: tuple[bool, ...],
+) -> None:
+    """The sharing rule, once around all roles: each one's factor from the others' busy fractions."""
+    for station in meets:
+        busy = [
+            min(1.0, own[station] * factors[station] / period)
+            for own, factors in zip(demand, stretch, strict=True)
+        ]
+        everyone = sum(busy)
+        for group, factors in enumerate(stretch):
+            if not demand[group][station]:
+                continue
+            others = everyone - busy[group] if shared[station] else 0.0
+            factors[station] = 1.0 + contention * (others + (copies - 1) * everyone)
+            new = min(1.0, demand[group][station] * factors[station] / period)
+            everyone += new - busy[group]
+            busy[group] = new
+
+
+def _values(
+    shape: Skeleton,
+    durations: Sequence[Duration],
+    weights: Sequence[float],
+    stretch: list[list[float]],
+    gpu: Gpu,
+) -> list[float]:
+    """Full, remote, service and issue cycles of every operation under ``stretch``."""
+    full, remote, service, issue = [], [], [], []
+    barrier, hidden = gpu.barrier_latency_clk, 1.0 - gpu.exp_overlap
+    for duration, weight, group in zip(durations, weights, shape.group_of, strict=True):
+        if not weight:
+            full.append(0.0)
+            remote.append(barrier)
+            service.append(0.0)
+            issue.append(0.0)
+            continue
+        factors = stretch[group]
+        if duration.asynchronous:
+            hold = duration.demand[TENSOR] * factors[TENSOR] + duration.other
+            whole = hold + duration.latency
+        else:
+            exponentials = duration.demand[EXP] * factors[EXP]
+            arithmetic = duration.alone + duration.demand[ARITHMETIC] * (factors[ARITHMETIC] - 1.0)
+            longer, shorter = (
+                (exponentials, arithmetic) if exponentials > arithmetic else (arithmetic, exponentials)
+            )
+            whole = hold = (
+                longer
+                + hidden * shorter
+                + duration.demand[TMEM] * factors[TMEM]
+                + duration.other
+                + duration.latency
+            ) * weight
+        full.append(whole)
+        remote.append(whole + barrier)
+        service.append(hold)
+        issue.append(duration.issue)
+    return full + remote + service + issue

@@ -1,0 +1,287 @@
+"""Predict a kernel's time: steady-state period, tile overhead, waves and tail, HBM, launch and clock.
+
+Closed form but for a short run of two tiles that gives the cost of filling and draining the pipeline;
+thousands a second. :mod:`fa4tune.model.replay` plays the same model event by event.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fa4tune.hardware.gpu import Gpu
+from fa4tune.kernels.plan import KernelPlan, Operation, Unit
+from fa4tune.kernels.tiles import Trips
+from fa4tune.model.pipeline import Timed, rescale_rate, skeleton, solve
+from fa4tune.model.roofline import head_trips
+from fa4tune.model.run import Run
+from fa4tune.model.schedule import hbm_bytes, makespan, workers
+from fa4tune.model.timing import UNITS, Duration, Rates, rates_of
+
+BOUND_WORDS = {
+    Unit.TENSOR: "tensor cores",
+    Unit.EXP: "exponential unit",
+    Unit.SMEM: "shared memory",
+    Unit.FMA: "FMA",
+    Unit.ALU: "ALU",
+    Unit.ISSUE: "issue slots",
+    Unit.TMEM: "tensor memory",
+    Unit.L2: "L2",
+}
+"""What :attr:`Prediction.bound` says for a saturated unit."""
+
+SATURATED = 0.97
+"""A unit this busy in the steady state is what binds; below, the chain of the critical cycle is."""
+
+
+@dataclass(frozen=True, slots=True)
+class CriticalStep:
+    """An arc of the critical cycle: ``operation`` holds the next one up for ``cycles``, because of ``why``.
+
+    ``distance`` is how many K/V tiles lie between the two.
+    """
+
+    operation: str
+    why: str
+    cycles: float
+    distance: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Time of one kernel launch and where it goes.
+
+    Attributes:
+        microseconds: from launch to the end of the last CTA.
+        cycles: the same without the launch, in SM clocks at ``clock_mhz``.
+        clock_mhz: after sagging with power.
+        period: cycles of one K/V iteration of a CTA in the steady state.
+        steps: the critical cycle; its cycles over its distances are ``period``, unless a unit's total is.
+        bound: a saturated unit in words, ``latency chain``, ``memory`` or ``launch``.
+        utilisation: busy share of each unit over the whole kernel.
+        tflops: by the field's convention (causal counts as half); ``tflops_exact`` counts unmasked pairs.
+        breakdown: microseconds: ``launch``, ``fill`` (prologue, first loads), ``steady``, ``masked`` (what
+            masks add), ``tiles`` (epilogues and refills), ``tail`` (the last CTA beyond the mean),
+            ``memory`` (HBM beyond all that).
+        waves: output tiles of the CTA that finishes last.
+    """
+
+    microseconds: float
+    cycles: float
+    clock_mhz: float
+    period: float
+    steps: tuple[CriticalStep, ...]
+    bound: str
+    utilisation: Mapping[Unit, float]
+    tflops: float
+    tflops_exact: float
+    breakdown: Mapping[str, float]
+    waves: float
+
+    @property
+    def critical_cycle(self) -> tuple[str, ...]:
+        """Names of the operations around the critical cycle, each once."""
+        return tuple(dict.fromkeys(step.operation for step in self.steps))
+
+
+def clock_mhz(gpu: Gpu, busy: float, tensor: float) -> float:
+    """The SM clock under load: the highest at which power stays within the board's limit.
+
+    Dynamic power grows as clock times voltage squared, and voltage about as the clock, so that
+
+        power = (busy * active_watts + tensor * tensor_watts) * (clock / max_clock) ** 3
+
+    Args:
+        gpu: the hardware file.
+        busy: share of SM time with a CTA at work.
+        tensor: share of time that tensor cores are busy.
+    """
+    watts = busy * gpu.active_watts + tensor * gpu.tensor_watts
+    if watts <= gpu.power_watts:
+        return gpu.max_clock_mhz
+    return float(gpu.max_clock_mhz * (gpu.power_watts / watts) ** (1.0 / 3.0))
+
+
+@dataclass(slots=True)
+class Steady:
+    """What one loop on one GPU settles on, apart from the problem's size.
+
+    ``plain`` and ``masked`` are the loop without and with mask operations; ``first`` and ``later`` the cycles
+    that a CTA's first and every later tile cost beside their iterations.
+    """
+
+    plain: Timed
+    masked: Timed | None
+    first: float
+    later: float
+
+
+_STEADY: OrderedDict[tuple[object, ...], Steady] = OrderedDict()
+_KEPT = 4096
+
+
+def _durations(
+    plan: KernelPlan, rates: Rates, operations: Sequence[Operation], miss: float
+) -> tuple[Duration, ...]:
+    warps = {role.name: role.warps for role in plan.roles}
+    found = []
+    for operation in operations:
+        duration = rates.duration(operation, warps[operation.role])
+        if miss and operation.asynchronous and not operation.mma:
+            duration = replace(duration, latency=duration.latency + miss * rates.gpu.copy_miss_clk)
+        found.append(duration)
+    return tuple(found)
+
+
+def steady(plan: KernelPlan, gpu: Gpu, trips: int, miss: float = 0.0, masks: bool = False) -> Steady:
+    """The steady state of ``plan``'s loop and the overhead of a tile.
+
+    Args:
+        plan: the kernel.
+        gpu: the hardware.
+        trips: iterations of a typical tile, which set how often O is rescaled.
+        miss: share of K/V loads that miss L2.
+        masks: whether masked iterations are wanted.
+    """
+    rates = rates_of(gpu)
+    body = plan.loop.body
+    threshold = float(getattr(plan.config, "rescale_threshold", 0.0))
+    copies = plan.resources.ctas_per_sm
+    single = plan.scheduler != "persistent"
+    depth = min(trips, 64)
+    miss = round(miss * 8) / 8
+    key = (
+        rates,
+        plan.loop,
+        plan.prologue,
+        plan.epilogue,
+        plan.roles,
+        threshold,
+        copies,
+        single,
+        depth,
+        miss,
+        masks,
+    )
+    found = _STEADY.get(key)
+    if found is not None:
+        return found
+    shape = skeleton(plan.loop)
+    durations = _durations(plan, rates, body, miss)
+    rate = rescale_rate(threshold, depth)
+    plain_weights = [0.0 if o.when == "masked" else rate if o.when == "rescaled" else 1.0 for o in body]
+    plain = solve(shape, durations, plain_weights, rates, copies)
+    masked = None
+    if masks:
+        masked_weights = [1.0 if o.when == "masked" else w for o, w in zip(body, plain_weights, strict=True)]
+        masked = solve(shape, durations, masked_weights, rates, copies, plain)
+    probe = max(1, min(3, trips))
+    run = Run(plan, plain, rates)
+    end = run.tile(probe, plain.values)
+    overhead = gpu.tile_overhead_clk
+    first = end - probe * plain.ratio + overhead
+    later = first if single else run.tile(probe, plain.values) - end - probe * plain.ratio + overhead
+    found = Steady(plain, masked, first, max(0.0, later))
+    _STEADY[key] = found
+    if len(_STEADY) > _KEPT:
+        _STEADY.popitem(last=False)
+    return found
+
+
+def predict(plan: KernelPlan, gpu: Gpu) -> Prediction:
+    """Predict the time of one launch of ``plan`` on ``gpu``.
+
+    Sums over plan operations and numbers of the hardware file; nothing depends on a shape or config beyond
+    them.
+    """
+    problem = plan.problem
+    trips = head_trips(plan)
+    copies_of_head = problem.batch * (problem.heads // plan.packed_heads)
+    iterations = sum(t.total for t in trips) * copies_of_head
+    has_masks = any(t.masked for t in trips)
+    places = workers(plan, gpu.sm_count)
+    traffic = hbm_bytes(plan, places, gpu.l2_bytes)
+    miss = _miss_share(plan, trips, copies_of_head, traffic)
+    typical = max(1, round(iterations / (len(trips) * copies_of_head)))
+    state = steady(plan, gpu, typical, miss, has_masks)
+    period = state.plain.period
+    extra = max(0.0, state.masked.period - period) if state.masked else 0.0
+    span = makespan(plan, trips, places, state.later / period, extra / period)
+    cold = gpu.copy_miss_clk * (1.0 - min(1.0, miss))
+    fill = state.first - state.later + cold
+    compute = fill + span.iterations * period + span.masked * extra + span.tiles * state.later
+
+    totals, copies = state.plain.totals, plan.resources.ctas_per_sm
+    work = iterations * plan.ctas_per_tile / copies
+    sm_cycles = compute * gpu.sm_count
+    tensor = work * totals[0] / sm_cycles
+    clock = clock_mhz(
+        gpu, span.busy * min(1.0, places * plan.ctas_per_tile / (gpu.sm_count * copies)), tensor
+    )
+    compute_us = compute / clock
+    memory_us = traffic / (gpu.hbm_gbytes_per_s * 1e3 * gpu.hbm_efficiency)
+    # Bytes cannot arrive before the first load returns, nor results leave before the last tile is done.
+    memory_us += (state.later + gpu.copy_latency_clk + cold) / clock
+    us = max(compute_us, memory_us)
+    total_us = us + gpu.launch_us
+
+    utilisation = {
+        unit: min(1.0, work * cycles / (us * clock * gpu.sm_count))
+        for unit, cycles in zip(UNITS, totals, strict=True)
+    }
+    utilisation[Unit.HBM] = min(1.0, traffic / (gpu.hbm_gbytes_per_s * 1e3) / us)
+    to_us = 1.0 / clock
+    tail = (1.0 - span.busy) * (compute - fill)
+    return Prediction(
+        microseconds=total_us,
+        cycles=us * clock,
+        clock_mhz=clock,
+        period=period,
+        steps=_steps(plan, state.plain),
+        bound=_bound(state.plain, compute_us, memory_us, gpu.launch_us),
+        utilisation=utilisation,
+        tflops=problem.flops_convention() / total_us * 1e-6,
+        tflops_exact=problem.flops() / total_us * 1e-6,
+        breakdown={
+            "launch": gpu.launch_us,
+            "fill": fill * to_us,
+            "steady": span.iterations * period * span.busy * to_us,
+            "masked": span.masked * extra * span.busy * to_us,
+            "tiles": span.tiles * state.later * span.busy * to_us,
+            "tail": tail * to_us,
+            "memory": us - compute_us,
+        },
+        waves=span.tiles,
+    )
+
+
+def _miss_share(plan: KernelPlan, trips: tuple[Trips, ...], copies: int, traffic: float) -> float:
+    """Part of the bytes that K/V loads ask of L2 which HBM must deliver."""
+    asked = sum(o.work.global_read_bytes for o in plan.loop.body) * plan.ctas_per_tile
+    asked *= sum(t.total for t in trips) * copies
+    return min(1.0, traffic / asked) if asked else 0.0
+
+
+def _bound(timed: Timed, compute_us: float, memory_us: float, launch_us: float) -> str:
+    if launch_us > max(compute_us, memory_us):
+        return "launch"
+    if memory_us >= compute_us * SATURATED:
+        return "memory"
+    busiest = max(range(len(UNITS)), key=timed.totals.__getitem__)
+    if timed.totals[busiest] >= SATURATED * timed.period:
+        return BOUND_WORDS[UNITS[busiest]]
+    return "latency chain"
+
+
+def _steps(plan: KernelPlan, timed: Timed) -> tuple[CriticalStep, ...]:
+    shape, body = timed.skeleton, plan.loop.body
+    arcs = shape.arcs
+    steps = []
+    for arc in timed.cycle:
+        source = arcs.sources[arc]
+        cycles = timed.values[shape.values[arc]]
+        distance = arcs.distances[arc] + shape.lags[source] - shape.lags[arcs.targets[arc]]
+        if cycles > 0 or distance:
+            steps.append(CriticalStep(body[shape.owners[source]].name, shape.why[arc], cycles, distance))
+    return tuple(steps)

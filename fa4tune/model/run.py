@@ -1,0 +1,217 @@
+"""Run whole output tiles through a timed loop: prologue, iterations, epilogue, one tile after the other.
+
+The run starts every operation as early as its role, its unit and what it waits for allow. Roles go from one
+tile to the next on their own, as in a persistent kernel: loads of the next tile start while the last one is
+stored. :mod:`fa4tune.model.replay` draws such a run; ``predict`` takes a tile's overhead from a short one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from fa4tune.kernels.plan import KernelPlan, Operation
+from fa4tune.model.pipeline import EXECUTES, ISSUES, Timed
+from fa4tune.model.timing import EXP, TENSOR, TMEM, Duration, Rates
+
+Recorder = Callable[[str, str, int, int, float, float], None]
+"""Called with (operation, role, tile, iteration or -1, start, end) for everything that runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Once:
+    """A prologue or epilogue operation with what it waits for.
+
+    ``after`` are indexes of operations of the same phase, ``after_loop`` of loop operations in their last
+    iteration; ``waits`` of a prologue are for what the tile before signalled.
+    """
+
+    name: str
+    role: str
+    asynchronous: bool
+    issue: float
+    span: float
+    after: tuple[int, ...]
+    after_loop: tuple[int, ...]
+    waits: tuple[str, ...]
+    signals: tuple[str, ...]
+
+
+@lru_cache(maxsize=1024)
+def _once_links(
+    operations: tuple[Operation, ...], body: tuple[Operation, ...], prologue: bool
+) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    """(earlier operations of the phase, loop operations) that each operation waits for through barriers.
+
+    An operation that its role executes itself also sees the role's asynchronous loop operations completed.
+    """
+    links = []
+    for index, operation in enumerate(operations):
+        earlier = tuple(i for i in range(index) if set(operations[i].signals) & set(operation.waits))
+        loop: tuple[int, ...] = ()
+        if not prologue and not earlier:
+            loop = tuple(
+                i
+                for i, other in enumerate(body)
+                if set(other.signals) & set(operation.waits)
+                or (other.asynchronous and other.mma and other.role == operation.role)
+            )
+        links.append((earlier, loop))
+    return tuple(links)
+
+
+class Run:
+    """The state of one CTA while tiles run through it."""
+
+    def __init__(
+        self, plan: KernelPlan, timed: Timed, rates: Rates, recorder: Recorder | None = None
+    ) -> None:
+        shape = timed.skeleton
+        self._body, self._recorder, self._steps = plan.loop.body, recorder, shape.steps
+        self._count = len(self._body)
+        self._barrier = rates.gpu.barrier_latency_clk
+        self._ends: list[list[float]] = [[] for _ in range(self._count)]
+        """End of each operation, as its reader sees it, by iteration over all tiles."""
+        self._issued: list[list[float]] = [[] for _ in range(self._count)]
+        self._orders = [0.0] * len(shape.order_owners)
+        self._orders_of: dict[str, list[int]] = {}
+        for number, owner in enumerate(shape.order_owners):
+            self._orders_of.setdefault(owner, []).append(number)
+        self._chains = [0.0] * shape.chains
+        self._signalled: dict[str, float] = {}
+        self._free: dict[str, float] = {}
+        self._tile = 0
+        self._deepest = max(step.lag for step in shape.steps)
+        warps = {role.name: role.warps for role in plan.roles}
+        hidden = 1.0 - rates.gpu.exp_overlap
+        self._phases = tuple(
+            tuple(
+                _once(operation, links, rates.duration(operation, warps[operation.role]), hidden)
+                for operation, links in zip(phase, _once_links(phase, self._body, first), strict=True)
+            )
+            for phase, first in ((plan.prologue, True), (plan.epilogue, False))
+        )
+
+    def tile(
+        self, trips: int, values: Sequence[float], masked: int = 0, masked_values: Sequence[float] = ()
+    ) -> float:
+        """Run one tile and return when its last operation is done.
+
+        Args:
+            trips: iterations.
+            values: cycles of the operations as :class:`fa4tune.model.pipeline.Timed` has them.
+            masked: iterations, the first ones, that take ``masked_values`` instead.
+        """
+        loaded = self._phase(0, 0)
+        if trips:
+            self._loop(trips, loaded, values, masked, masked_values)
+        done = self._phase(1, trips)
+        if trips:
+            done = max(done, max(ends[-1] for ends in self._ends))
+        self._tile += 1
+        return done
+
+    def _phase(self, which: int, trips: int) -> float:
+        ends: list[float] = []
+        fresh: dict[str, float] = {}
+        finish = 0.0
+        orders, barrier = self._orders, self._barrier
+        for once in self._phases[which]:
+            numbers = self._orders_of.get(once.role, ())
+            at = self._free.get(once.role, 0.0)
+            for number in numbers:
+                at = max(at, orders[number])
+            for index in once.after:
+                at = max(at, ends[index] + barrier)
+            if trips:
+                for index in once.after_loop:
+                    at = max(at, self._ends[index][-1] + barrier)
+            if which == 0:
+                for name in once.waits:
+                    at = max(at, self._signalled.get(name, 0.0))
+            end = at + once.span
+            release = at + once.issue if once.asynchronous else end
+            for number in numbers:
+                orders[number] = release
+            self._free[once.role] = release
+            for name in once.signals:
+                fresh[name] = end + barrier
+            ends.append(end)
+            finish = max(finish, end)
+            if self._recorder:
+                self._recorder(once.name, once.role, self._tile, -1, at, end)
+        if which == 1:
+            self._signalled.update(fresh)
+            return finish
+        return finish + barrier if ends else 0.0
+
+    def _loop(
+        self, trips: int, loaded: float, values: Sequence[float], masked: int, masked_values: Sequence[float]
+    ) -> None:
+        ends, issued, orders, chains = self._ends, self._issued, self._orders, self._chains
+        count, barrier, recorder, body = self._count, self._barrier, self._recorder, self._body
+        service_at, issue_at = 2 * count, 3 * count
+        base = len(ends[0])
+        steps = self._steps
+        for turn in range(trips + self._deepest):
+            for kind, operation, lag, needs_q, waits, in_orders, in_chains in steps:
+                iteration = turn - lag
+                if iteration < 0 or iteration >= trips:
+                    continue
+                cycles = masked_values if iteration < masked else values
+                at = loaded if needs_q and iteration == 0 else 0.0
+                place = base + iteration
+                for source, distance, remote in waits:
+                    index = place - distance
+                    if index >= 0:
+                        begin = ends[source][index]
+                        if remote:
+                            begin += barrier
+                        if begin > at:
+                            at = begin
+                for number in in_orders:
+                    if orders[number] > at:
+                        at = orders[number]
+                if kind == ISSUES:
+                    release = at + cycles[issue_at + operation]
+                    issued[operation].append(release)
+                    for number in in_orders:
+                        orders[number] = release
+                    continue
+                if kind == EXECUTES:
+                    begin = issued[operation][place]
+                    if begin > at:
+                        at = begin
+                    for chain in in_chains:
+                        if chains[chain] > at:
+                            at = chains[chain]
+                    for chain in in_chains:
+                        chains[chain] = at + cycles[service_at + operation]
+                    end = at + cycles[operation]
+                else:
+                    end = at + cycles[operation]
+                    for number in in_orders:
+                        orders[number] = end
+                ends[operation].append(end)
+                if recorder:
+                    recorder(body[operation].name, body[operation].role, self._tile, iteration, at, end)
+
+
+def _once(
+    operation: Operation, links: tuple[tuple[int, ...], tuple[int, ...]], duration: Duration, hidden: float
+) -> Once:
+    span = duration.demand[TENSOR] + duration.other + duration.latency
+    if not duration.asynchronous:
+        exponentials, arithmetic = duration.demand[EXP], duration.alone
+        span += max(exponentials, arithmetic) + hidden * min(exponentials, arithmetic) + duration.demand[TMEM]
+    return Once(
+        operation.name,
+        operation.role,
+        duration.asynchronous,
+        duration.issue,
+        span,
+        *links,
+        operation.waits,
+        operation.signals,
+    )
