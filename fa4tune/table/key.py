@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from fa4tune.hardware.gpu import Gpu
-from fa4tune.kernels.config import CONFIGS
+from fa4tune.kernels.config import default_config
+from fa4tune.kernels.kernel_class import KernelClass
 from fa4tune.kernels.tiles import ceil_div, work_tiles
 from fa4tune.problem import AttentionProblem
 
@@ -76,14 +77,12 @@ def rounded(number: int) -> int:
 
 
 def kernel_class(problem: AttentionProblem, arch: str) -> str:
-    """All that the kernel for ``problem`` is compiled for, without the config.
+    """All that the kernel for ``problem`` is compiled for, without the config (:attr:`KernelClass.name`).
 
     Raises:
-        KeyError: no kernel exists for ``arch``.
+        ConfigError: no kernel exists for ``arch``.
     """
-    family = CONFIGS[arch].family
-    mask = problem.mask_kind
-    return f"{family}-{problem.direction}-{problem.dtype}-d{problem.head_dim}-dv{problem.head_dim_v}-{mask}"
+    return KernelClass.from_problem(problem, default_config(problem, arch), arch).name
 
 
 def tiles_per_sm(problem: AttentionProblem, gpu: Gpu) -> int:
@@ -103,24 +102,14 @@ def bucket(problem: AttentionProblem, gpu: Gpu) -> str:
     return text
 
 
-def kernel_version(arch: str) -> int:
-    """The version of the forward kernel of ``arch``, bumped when tuned numbers stop being comparable.
+def table_key(problem: AttentionProblem, gpu: Gpu) -> TableKey:
+    """The key under which ``problem`` on ``gpu`` is stored and looked up.
 
     Raises:
-        KeyError: no kernel exists for ``arch``.
+        ConfigError: no kernel exists for the GPU's architecture.
     """
-    if CONFIGS[arch].family == "sm90_fwd":
-        from fa4tune.kernels.sm90 import forward_plan as sm90
-
-        return sm90.KERNEL_VERSION
-    from fa4tune.kernels.sm100 import forward_plan as sm100
-
-    return sm100.KERNEL_VERSION
-
-
-def table_key(problem: AttentionProblem, gpu: Gpu) -> TableKey:
-    """The key under which ``problem`` on ``gpu`` is stored and looked up."""
-    return TableKey(gpu.key, kernel_class(problem, gpu.arch), bucket(problem, gpu), kernel_version(gpu.arch))
+    compiled = KernelClass.from_problem(problem, default_config(problem, gpu.arch), gpu.arch)
+    return TableKey(gpu.key, compiled.name, bucket(problem, gpu), compiled.version)
 
 
 def distance(a: AttentionProblem, b: AttentionProblem) -> float:

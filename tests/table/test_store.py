@@ -248,7 +248,7 @@ def _write_many(directory: str, worker: int, writes: int) -> None:
     for i in range(writes):
         shared = make_entry(median_us=float(1000 - worker * writes - i), tile_n=48 + 16 * worker)
         table.put(shared)
-        own = AttentionProblem.parse(str(PROBLEM).replace("b4", f"b{100 * worker + i + 1}"))
+        own = AttentionProblem.parse(str(PROBLEM).replace("b4", f"b{1000 + 100 * worker + i}"))
         table.put(make_entry(own))
 
 
@@ -264,7 +264,7 @@ def test_concurrent_writers_lose_nothing_and_tear_nothing(tmp_path: Path) -> Non
         worker.join()
         assert worker.exitcode == 0
     found = {entry.problem: entry for _, entry in table.entries()}
-    own = {f"b{100 * w + i + 1}" for w in range(3) for i in range(15)}
+    own = {f"b{1000 + 100 * w + i}" for w in range(3) for i in range(15)}
     assert own <= {problem.split("_", 1)[0] for problem in found}
     assert found[str(PROBLEM)].median_us == 1000 - 2 * 15 - 14  # the fastest of all that were written
     assert not list(tmp_path.rglob("*.tmp"))
