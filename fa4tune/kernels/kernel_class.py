@@ -21,6 +21,15 @@ KERNEL_MODULES = {
 _MASKS = {"full": "full", "causal": "causal", "window": "win128-128"}
 
 
+def packed_heads(problem: AttentionProblem, family: str) -> int:
+    """Query heads of a group that share a tile in a family's kernel; 1 where it does not pack."""
+    if family == "sm100_fwd":
+        from fa4tune.kernels.sm100 import forward_plan
+
+        return forward_plan.packed_heads(problem)
+    return 1
+
+
 @dataclass(frozen=True, slots=True)
 class KernelClass:
     """What a kernel is compiled for.
@@ -45,10 +54,8 @@ class KernelClass:
     config: KernelConfig
 
     @classmethod
-    def from_problem(
-        cls, problem: AttentionProblem, config: KernelConfig, arch: str, packed_heads: int = 1
-    ) -> KernelClass:
-        """The class that serves ``problem`` with ``config``.
+    def from_problem(cls, problem: AttentionProblem, config: KernelConfig, arch: str) -> KernelClass:
+        """The class that serves ``problem`` with ``config``; how many heads it packs is the family's rule.
 
         Raises:
             ConfigError: the config is of another architecture's kernel.
@@ -64,7 +71,7 @@ class KernelClass:
             problem.head_dim,
             problem.head_dim_v,
             problem.mask_kind,
-            packed_heads,
+            packed_heads(problem, config.family),
             config,
         )
 

@@ -30,9 +30,7 @@ def _class(text: str, arch: str = "sm_90a") -> KernelClass:
 def test_class_survives_json_and_its_representative(text: str, arch: str) -> None:
     kernel_class = _class(text, arch)
     assert KernelClass.from_dict(kernel_class.as_dict()) == kernel_class
-    again = KernelClass.from_problem(
-        kernel_class.representative(), kernel_class.config, arch, kernel_class.packed_heads
-    )
+    again = KernelClass.from_problem(kernel_class.representative(), kernel_class.config, arch)
     assert again == kernel_class
 
 
@@ -43,6 +41,14 @@ def test_lengths_and_batch_do_not_change_the_class() -> None:
     assert KernelClass.from_problem(problem, config, "sm_90a") == KernelClass.from_problem(
         other, config, "sm_90a"
     )
+
+
+def test_packing_follows_the_familys_rule() -> None:
+    grouped = replace(AttentionProblem.parse(PROBLEMS[0]), heads=24, kv_heads=2)
+    assert [
+        KernelClass.from_problem(grouped, default_config(grouped, arch), arch).packed_heads
+        for arch in ("sm_90a", "sm_100a")
+    ] == [1, 4]
 
 
 def test_window_sizes_do_not_change_the_class_but_the_mask_kind_does() -> None:
