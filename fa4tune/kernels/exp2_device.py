@@ -58,7 +58,10 @@ def _sub(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:  # type: igno
 def _add_exponent(fraction: Float32, rounded: Float32, *, loc=None, ip=None) -> Float32:  # type: ignore[no-untyped-def]
     # The integer floor sits in the low bits of `rounded`; the shift drops all others.
     operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (fraction, rounded)]
-    text = "{ .reg .b32 e; .reg .b32 f; mov.b32 f, $1; mov.b32 e, $2; shl.b32 e, e, 23; add.s32 e, e, f; mov.b32 $0, e; }"
+    text = (
+        "{ .reg .b32 e; .reg .b32 f; mov.b32 f, $1; mov.b32 e, $2; "
+        "shl.b32 e, e, 23; add.s32 e, e, f; mov.b32 $0, e; }"
+    )
     return Float32(_asm(T.f32(), operands, text, "=f,f,f", loc, ip))
 
 
