@@ -237,8 +237,9 @@ class ForwardSm90:
         tensors: dict[str, cute.Tensor] = {}
         for buffer in self.plan.buffers:
             layout = layouts["qkvop".index(buffer.name)]
-            if buffer.overlays is not None:
-                pointer = cute.recast_ptr(tensors[buffer.overlays].iterator, layout.inner, self.dtype)
+            under = buffer.overlays or ""
+            if const_expr(under):
+                pointer = cute.recast_ptr(tensors[under].iterator, layout.inner, self.dtype)
                 tensors[buffer.name] = cute.make_tensor(pointer, layout.outer)
             else:
                 tensors[buffer.name] = smem.allocate_tensor(
