@@ -27,8 +27,15 @@ from fa4tune.kernels import softmax
 from fa4tune.kernels.config import SM90ForwardConfig
 from fa4tune.kernels.exp2_device import pack_pair, stay_below
 from fa4tune.kernels.mask import mask_from_column
-from fa4tune.kernels.plan import KernelPlan
-from fa4tune.kernels.sm90.forward_plan import ROWS, WARPGROUP, WARPS, build_plan, emulated_registers
+from fa4tune.kernels.plan import Barrier, KernelPlan
+from fa4tune.kernels.sm90.forward_plan import (
+    ALIGNMENT,
+    ROWS,
+    WARPGROUP,
+    WARPS,
+    build_plan,
+    emulated_registers,
+)
 from fa4tune.kernels.tile_scheduler import (
     TileShape,
     decode_tile,
@@ -231,21 +238,7 @@ class ForwardSm90:
             for atom in tma:
                 cpasync.prefetch_descriptor(atom)
 
-        smem = SmemAllocator()
-        mbarriers = [b for b in self.plan.barriers if b.kind == "mbarrier"]
-        bars = {b.name: smem.allocate_array(cutlass.Int64, b.stages) for b in mbarriers}
-        tensors: dict[str, cute.Tensor] = {}
-        for buffer in self.plan.buffers:
-            layout = layouts["qkvop".index(buffer.name)]
-            under = buffer.overlays or ""
-            if const_expr(under):
-                pointer = cute.recast_ptr(tensors[under].iterator, layout.inner, self.dtype)
-                tensors[buffer.name] = cute.make_tensor(pointer, layout.outer)
-            else:
-                tensors[buffer.name] = smem.allocate_tensor(
-                    self.dtype, layout.outer, 1024, swizzle=layout.inner
-                )
-
+        mbarriers, bars, tensors = self._allocate(layouts)
         if warp_index == 0:
             with cute.arch.elect_one():
                 for barrier in mbarriers:
@@ -262,6 +255,22 @@ class ForwardSm90:
         else:
             cute.arch.setmaxregister_increase(self.plan.role("mma0").registers)
             self.mma(qk_mma, pv_mma, tma[3], gmem[3], mLSE, tensors, bars, tiles, lengths, scale_log2)
+
+    def _allocate(self, layouts: tuple) -> tuple[list[Barrier], dict[str, Any], dict[str, cute.Tensor]]:
+        """mbarriers of the plan, their pointers, and its buffers as tensors."""
+        smem = SmemAllocator()
+        mbarriers = [b for b in self.plan.barriers if b.kind == "mbarrier"]
+        pointers = {b.name: smem.allocate_array(cutlass.Int64, b.stages) for b in mbarriers}
+        tensors: dict[str, cute.Tensor] = {}
+        for buffer in self.plan.buffers:
+            layout = layouts["qkvop".index(buffer.name)]
+            if buffer.overlays is None:
+                tensor = smem.allocate_tensor(self.dtype, layout.outer, ALIGNMENT, swizzle=layout.inner)
+            else:
+                below = tensors[buffer.overlays].iterator
+                tensor = cute.make_tensor(cute.recast_ptr(below, layout.inner, self.dtype), layout.outer)
+            tensors[buffer.name] = tensor
+        return mbarriers, pointers, tensors
 
     @cute.jit
     def load(
