@@ -4,7 +4,7 @@
 
 Each config is compiled from nothing (an empty cache) in one warm compiler process, one after the other: host
 function, PTX, machine code, object, linked library and the reading of registers and spills. The second figure
-is throughput with all compiler processes at work.
+is throughput with all compiler processes at work. CPU time says what of the wall time a busy machine added.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ def main() -> int:
     classes = neighbours(problem, arguments.arch, arguments.configs)
 
     seconds: list[float] = []
+    cpu_seconds: list[float] = []
     failures: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ["FA4TUNE_CACHE"] = os.path.join(folder, "serial")
@@ -82,6 +83,7 @@ def main() -> int:
                     failures.append(str(error))
                     continue
                 seconds.append(kernel.seconds)
+                cpu_seconds.append(kernel.cpu_seconds)
                 print(
                     f"[{i + 1}/{len(classes)}] {kernel.seconds:5.2f} s  {kernel.registers} registers, "
                     f"{kernel.spill_bytes} spill bytes  {kernel_class.config}",
@@ -89,11 +91,10 @@ def main() -> int:
                 )
         os.environ["FA4TUNE_CACHE"] = os.path.join(folder, "parallel")
         start = time.perf_counter()
-        built = sum(
-            not isinstance(result, CompileError)
-            for _, result in compile_many(classes, module=arguments.module)
-        )
+        results = [result for _, result in compile_many(classes, module=arguments.module)]
         elapsed = time.perf_counter() - start
+        failures += [str(result) for result in results if isinstance(result, CompileError)]
+        built = sum(not isinstance(result, CompileError) for result in results)
 
     for failure in failures:
         print(failure, file=sys.stderr)
@@ -111,6 +112,7 @@ def main() -> int:
         "median_s": median,
         "quartiles_s": [quartiles[0], quartiles[2]],
         "range_s": [min(seconds), max(seconds)],
+        "median_cpu_s": statistics.median(cpu_seconds),
         "parallel_s_per_config": elapsed / built if built else None,
         "workers": len(os.sched_getaffinity(0)),
         "cpp_s": CPP_SECONDS[direction],
@@ -124,6 +126,7 @@ def main() -> int:
         print(f"{'this, median of ' + str(len(seconds)) + ' configs':40} {median:8.2f}")
         print(f"{'  quartiles':40} {quartiles[0]:8.2f} .. {quartiles[2]:.2f}")
         print(f"{'  range':40} {min(seconds):8.2f} .. {max(seconds):.2f}")
+        print(f"{'  CPU time, median':40} {result['median_cpu_s']:8.2f}")
         if built:
             label = f"  a config, {result['workers']} processes, start included"
             print(f"{label:40} {elapsed / built:8.2f}")

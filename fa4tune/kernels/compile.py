@@ -67,7 +67,8 @@ class CompiledKernel:
         symbol: name of the host function in object and library.
         signature: runtime arguments in order, without the stream.
         resources: registers, spills and stack by entry.
-        seconds: wall time of compiling, linking and reading the machine code when it was built.
+        seconds, cpu_seconds: wall and CPU time of compiling, linking and reading the machine code, when it
+            was built; without importing the compiler.
         flavour, dsl_version: CUDA flavour and version of the compiler.
     """
 
@@ -78,6 +79,7 @@ class CompiledKernel:
     signature: tuple[Argument, ...]
     resources: tuple[ResourceUsage, ...]
     seconds: float
+    cpu_seconds: float
     flavour: str
     dsl_version: str
 
@@ -256,6 +258,7 @@ class CompilePool:
                 tuple(Argument(*pair) for pair in answer["signature"]),
                 tuple(ResourceUsage(**fields) for fields in answer["resources"]),
                 answer["seconds"],
+                answer["cpu_seconds"],
                 cuda_flavour(),
                 dsl_version(),
             )
@@ -358,6 +361,7 @@ def _write(kernel: CompiledKernel, folder: Path) -> None:
         "signature": [[a.name, a.type] for a in kernel.signature],
         "resources": [asdict(r) for r in kernel.resources],
         "seconds": kernel.seconds,
+        "cpu_seconds": kernel.cpu_seconds,
         "flavour": kernel.flavour,
         "dsl_version": kernel.dsl_version,
     }
@@ -383,6 +387,7 @@ def _read(folder: Path, kernel_class: KernelClass, key: str) -> CompiledKernel |
             tuple(Argument(*pair) for pair in record["signature"]),
             tuple(ResourceUsage(**fields) for fields in record["resources"]),
             record["seconds"],
+            record["cpu_seconds"],
             record["flavour"],
             record["dsl_version"],
         )
