@@ -32,7 +32,6 @@ class ResourceUsage:
         static_smem_bytes: statically allocated shared memory (dynamic memory is the launch's).
         spill_stores, spill_loads: instructions that write and read local memory.
         spill_bytes: bytes that those move when each runs once.
-        instructions: machine instructions.
     """
 
     entry: str
@@ -42,7 +41,6 @@ class ResourceUsage:
     spill_stores: int
     spill_loads: int
     spill_bytes: int
-    instructions: int
 
     @property
     def spilled(self) -> bool:
@@ -69,8 +67,8 @@ def _run(name: str, *arguments: str) -> str:
     return done.stdout
 
 
-def disassemble(cubin: bytes) -> dict[str, list[str]]:
-    """Machine instructions by kernel, in order, as opcodes with modifiers (``LDG.E.128``).
+def listing(cubin: bytes) -> str:
+    """The machine code as nvdisasm prints it, with labels and operands.
 
     Raises:
         CompileError: nvdisasm is missing or refuses the file.
@@ -78,7 +76,16 @@ def disassemble(cubin: bytes) -> dict[str, list[str]]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = _run("nvdisasm", "--print-code", file.name)
+        return _run("nvdisasm", "--print-code", file.name)
+
+
+def disassemble(cubin: bytes) -> dict[str, list[str]]:
+    """Machine instructions by kernel, in order, as opcodes with modifiers (``LDG.E.128``).
+
+    Raises:
+        CompileError: nvdisasm is missing or refuses the file.
+    """
+    text = listing(cubin)
     functions: dict[str, list[str]] = {}
     current: list[str] | None = None
     for line in text.splitlines():
@@ -100,22 +107,26 @@ def resource_usage(cubin: bytes) -> tuple[ResourceUsage, ...]:
         file.write(cubin)
         file.flush()
         text = _run("cuobjdump", "--dump-resource-usage", file.name)
-    code = disassemble(cubin)
+    frames = {
+        match[1]: {name: int(value) for name, value in _FIELD.findall(match[2])}
+        for match in _FUNCTION.finditer(text)
+    }
+    # Spills live in the stack frame; disassembling takes a tenth of the compile time, so only with a frame.
+    framed = any(fields.get("STACK", 0) or fields.get("LOCAL", 0) for fields in frames.values())
+    code = disassemble(cubin) if framed else {}
     usages = []
-    for match in _FUNCTION.finditer(text):
-        fields = {name: int(value) for name, value in _FIELD.findall(match[2])}
-        opcodes = Counter(code.get(match[1], []))
+    for entry, fields in frames.items():
+        opcodes = Counter(code.get(entry, []))
         local = [(op, count) for op, count in opcodes.items() if op.split(".")[0] in ("LDL", "STL")]
         usages.append(
             ResourceUsage(
-                entry=match[1],
+                entry=entry,
                 registers=fields.get("REG", 0),
                 stack_bytes=fields.get("STACK", 0),
                 static_smem_bytes=fields.get("SHARED", 0),
                 spill_stores=sum(count for op, count in local if op.startswith("STL")),
                 spill_loads=sum(count for op, count in local if op.startswith("LDL")),
                 spill_bytes=sum(count * _access_bytes(op) for op, count in local),
-                instructions=sum(opcodes.values()),
             )
         )
     if not usages:

@@ -1,6 +1,6 @@
 """A kernel with the attention kernels' host signature that compiles in a second: O = Q * scale, LSE = tile_n.
 
-``exp2_degree`` chooses a failure, so that the ways a compiler ends can be tested.
+``exp2_degree`` chooses a failure, so that the ways a compiler ends can be tested, or a spill.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 from fa4tune.kernels.config import KernelConfig
 from fa4tune.problem import AttentionProblem
 
-REFUSE, CRASH, HANG = 1, 2, 4
+REFUSE, CRASH, HANG, SPILL = 1, 2, 4, 5
+LIVE = 128
 
 
 class StandIn:
@@ -38,7 +39,9 @@ class StandIn:
         stream: cuda.CUstream,
     ):
         self.kernel(mQ, mO, mLSE, softmax_scale).launch(
-            grid=(mQ.shape[1], mQ.shape[2], mQ.shape[0]), block=(64, 1, 1), stream=stream
+            grid=(mQ.shape[1], mQ.shape[2], mQ.shape[0]),
+            block=(1024 if self.config.exp2_degree == SPILL else 64, 1, 1),
+            stream=stream,
         )
 
     @cute.kernel
@@ -47,6 +50,14 @@ class StandIn:
         thread = cute.arch.thread_idx()[0]
         if thread == 0:
             mLSE[batch, head, row] = Float32(self.config.tile_n)
+        if cutlass.const_expr(self.config.exp2_degree == SPILL):
+            # LIVE values across a barrier, and 64 registers a thread
+            kept = cute.make_rmem_tensor(LIVE, Float32)
+            for i in cutlass.range_constexpr(LIVE):
+                kept[i] = mLSE[batch, head, thread + 1024 * i]
+            cute.arch.sync_threads()
+            for i in cutlass.range_constexpr(LIVE):
+                mLSE[batch, head, thread + 1024 * i] = kept[LIVE - 1 - i]
         for column in cutlass.range(thread, mQ.shape[3], 64):
             mO[batch, row, head, column] = (mQ[batch, row, head, column].to(Float32) * scale).to(
                 mO.element_type
