@@ -90,7 +90,9 @@ class MBarrier:
 
     def _range(self) -> None:
         if abs(self.tx) > MAX_COUNT:
-            raise Fault("mbarrier-tx-count", f"{self.tx} transaction bytes leave the range ({self.describe()})")
+            raise Fault(
+                "mbarrier-tx-count", f"{self.tx} transaction bytes leave the range ({self.describe()})"
+            )
 
     def _check(self) -> None:
         if self.pending == 0 and self.tx == 0:

@@ -71,8 +71,7 @@ def build(entry: Entry) -> Program:
         order.append(len(operations))
     at = {start: i for i, start in enumerate(order[:-1])}
     blocks = [
-        Block(i, operations[start:end])
-        for i, (start, end) in enumerate(zip(order, order[1:], strict=False))
+        Block(i, operations[start:end]) for i, (start, end) in enumerate(zip(order, order[1:], strict=False))
     ]
     for block in blocks:
         _link(block, entry, at, len(blocks))

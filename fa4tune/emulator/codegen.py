@@ -189,7 +189,7 @@ class _BlockWriter:
         self.terminate(terminator)
         return "\n".join(self.lines) + "\n", self.mapping
 
-    # -- registers -----------------------------------------------------------------------------------------
+    # -- registers
 
     def load(self, register: Register) -> str:
         """The local of a register, fetched on first use."""
@@ -270,7 +270,7 @@ class _BlockWriter:
         self.temporaries += 1
         return f"t{self.temporaries}"
 
-    # -- operations ----------------------------------------------------------------------------------------
+    # -- operations
 
     def alu(self, operation: Operation) -> None:
         guard = self.guard(operation)
@@ -362,8 +362,7 @@ class _BlockWriter:
             raise unsupported(operation.instruction, f"({operation.op}) is not modelled")
         function = self.compiler.name(factory(operation), "s")
         sources = "".join(
-            f", {self.read(s, k, operation)}"
-            for s, k in zip(operation.src, operation.src_kinds, strict=True)
+            f", {self.read(s, k, operation)}" for s, k in zip(operation.src, operation.src_kinds, strict=True)
         )
         guard = self.guard(operation)
         mask = "m" if self.masked else "None"
@@ -400,7 +399,7 @@ class _BlockWriter:
             saved.extend(indent + line for line in self.lines)
             self.lines = saved
 
-    # -- ends ----------------------------------------------------------------------------------------------
+    # -- ends
 
     def terminate(self, operation: Operation | None) -> None:
         successors = self.block.successors

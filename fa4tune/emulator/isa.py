@@ -28,7 +28,18 @@ TYPE_KIND = {
     "u16": "h", "b16": "h", "s16": "s", "u32": "u", "b32": "u", "s32": "i", "u64": "q", "b64": "q", "s64": "l",
     "f32": "f", "f64": "d", "f32x2": "x", "f16": "F", "bf16": "G", "f16x2": "V", "bf16x2": "B", "pred": "p",
 }  # fmt: skip
-RAW_KIND = {"h": "H", "s": "H", "u": "W", "i": "W", "f": "W", "q": "Q", "l": "Q", "d": "Q", "x": "Q", "p": "p"}
+RAW_KIND = {
+    "h": "H",
+    "s": "H",
+    "u": "W",
+    "i": "W",
+    "f": "W",
+    "q": "Q",
+    "l": "Q",
+    "d": "Q",
+    "x": "Q",
+    "p": "p",
+}
 RAW_KIND |= {"F": "H", "G": "H", "V": "W", "B": "W"}
 INT_TYPES = ("u16", "s16", "u32", "s32", "u64", "s64")
 BIT_TYPES = ("b16", "b32", "b64")
@@ -69,7 +80,9 @@ class Modifiers:
         found = self.take(*options)
         if found is None:
             have = self.rest[0] if self.rest else "nothing"
-            raise unsupported(self.instruction, f"has .{have} where one of .{', .'.join(options)} is modelled")
+            raise unsupported(
+                self.instruction, f"has .{have} where one of .{', .'.join(options)} is modelled"
+            )
         return found
 
     def done(self) -> None:
@@ -126,11 +139,13 @@ def operand_count(instruction: Instruction, *allowed: int) -> int:
     """The number of operands, which must be one of ``allowed``."""
     n = len(instruction.operands)
     if n not in allowed:
-        raise unsupported(instruction, f"has {n} operands where {' or '.join(map(str, allowed))} are modelled")
+        raise unsupported(
+            instruction, f"has {n} operands where {' or '.join(map(str, allowed))} are modelled"
+        )
     return n
 
 
-# -- moves and selection -----------------------------------------------------------------------------------------
+# -- moves and selection
 
 
 @opcode("mov")
@@ -157,7 +172,9 @@ def _mov(ins: Instruction, m: Modifiers) -> Operation:
 @opcode("cvta")
 def _cvta(ins: Instruction, m: Modifiers) -> Operation:
     to = m.take("to") is not None
-    space = m.need("param", "shared", "global", "local", "shared::cta", "shared::cluster", "const").split(":")[0]
+    space = m.need("param", "shared", "global", "local", "shared::cta", "shared::cluster", "const").split(
+        ":"
+    )[0]
     size = m.need("u64", "u32")
     if size == "u32":
         raise unsupported(ins, "converts a 32-bit generic address")
@@ -193,7 +210,9 @@ def _setp(ins: Instruction, m: Modifiers) -> Operation:
 
 @opcode("set")
 def _set(ins: Instruction, m: Modifiers) -> Operation:
-    compare = m.need("eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan")
+    compare = m.need(
+        "eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan"
+    )
     ftz = m.take("ftz") is not None
     result = m.need("u32", "s32", "f32")
     kind = TYPE_KIND[m.need(*INT_TYPES, *BIT_TYPES, "f32")]
@@ -202,7 +221,7 @@ def _set(ins: Instruction, m: Modifiers) -> Operation:
     )
 
 
-# -- integers ----------------------------------------------------------------------------------------------------
+# -- integers
 
 
 def _integer_or_float(ins: Instruction, m: Modifiers) -> Operation:
@@ -358,7 +377,7 @@ def _bits(ins: Instruction, m: Modifiers) -> Operation:
     raise unsupported(ins, "is not modelled")
 
 
-# -- float functions ---------------------------------------------------------------------------------------------
+# -- float functions
 
 
 @opcode("ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh")
@@ -413,7 +432,7 @@ def _cvt(ins: Instruction, m: Modifiers) -> Operation:
     return alu(ins, f"cvt.{to}.{of}{suffix}", dst_kind, src_kind, "convert")
 
 
-# -- control -----------------------------------------------------------------------------------------------------
+# -- control
 
 
 @opcode("bra", "ret", "exit", "trap", "brkpt")

@@ -19,7 +19,17 @@ from fa4tune.emulator.isa import (
 from fa4tune.emulator.ptx import Immediate, Instruction, Memory, Operand, Pair, Sink, Vector
 
 TYPE_BYTES = {"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "b32": 4, "u32": 4, "s32": 4, "f32": 4}
-TYPE_BYTES |= {"b64": 8, "u64": 8, "s64": 8, "f64": 8, "f16": 2, "bf16": 2, "f16x2": 4, "bf16x2": 4, "b128": 16}
+TYPE_BYTES |= {
+    "b64": 8,
+    "u64": 8,
+    "s64": 8,
+    "f64": 8,
+    "f16": 2,
+    "bf16": 2,
+    "f16x2": 4,
+    "bf16x2": 4,
+    "b128": 16,
+}
 SCOPES = ("cta", "cluster", "gpu", "sys")
 SPACES = ("global", "shared", "shared::cta", "shared::cluster", "local", "param", "const")
 
@@ -134,7 +144,9 @@ def _atom(ins: Instruction, m: Modifiers) -> Operation:
     m.take("noftz")
     m.take("L2::cache_hint")
     width = int((m.take("v2", "v4", "v8") or "v1")[1:])
-    kind_name = m.need("b32", "u32", "s32", "f32", "b64", "u64", "s64", "f64", "f16x2", "bf16x2", "f16", "bf16")
+    kind_name = m.need(
+        "b32", "u32", "s32", "f32", "b64", "u64", "s64", "f64", "f16x2", "bf16x2", "f16", "bf16"
+    )
     kind = TYPE_KIND[kind_name]
     returns = ins.opcode == "atom"
     operands = ins.operands[1:] if returns else ins.operands
@@ -207,7 +219,13 @@ def _mapa(ins: Instruction, m: Modifiers) -> Operation:
     kind = "u" if space else "q"
     if ins.opcode == "getctarank":
         return system(
-            ins, "getctarank", "int", dst=ins.operands[:1], dst_kinds="u", src=ins.operands[1:], src_kinds=kind
+            ins,
+            "getctarank",
+            "int",
+            dst=ins.operands[:1],
+            dst_kinds="u",
+            src=ins.operands[1:],
+            src_kinds=kind,
         )
     if (size == "u32") != bool(space):
         raise unsupported(ins, "maps an address of this size")
@@ -216,7 +234,7 @@ def _mapa(ins: Instruction, m: Modifiers) -> Operation:
     )
 
 
-# -- asynchronous copies -----------------------------------------------------------------------------------------
+# -- asynchronous copies
 
 
 @opcode("cp")

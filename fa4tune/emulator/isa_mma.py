@@ -100,9 +100,7 @@ def _tcgen05(ins: Instruction, m: Modifiers) -> Operation:
             offset=offset, cta_group=group, suspends=True,
         )  # fmt: skip
     m.need("b32")
-    return system(
-        ins, "tcgen05.dealloc", "control", src=ins.operands, src_kinds="uu", cta_group=group
-    )
+    return system(ins, "tcgen05.dealloc", "control", src=ins.operands, src_kinds="uu", cta_group=group)
 
 
 def _tcgen05_move(ins: Instruction, m: Modifiers, name: str) -> Operation:

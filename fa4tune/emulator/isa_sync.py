@@ -126,7 +126,13 @@ def _shfl(ins: Instruction, m: Modifiers) -> Operation:
     d = ins.operands[0]
     dst = (d.first, d.second) if isinstance(d, Pair) else (d,)
     return system(
-        ins, f"shfl.{mode}", "shuffle", dst=dst, dst_kinds="Wp"[: len(dst)], src=ins.operands[1:4], src_kinds="Wuu"
+        ins,
+        f"shfl.{mode}",
+        "shuffle",
+        dst=dst,
+        dst_kinds="Wp"[: len(dst)],
+        src=ins.operands[1:4],
+        src_kinds="Wuu",
     )
 
 
@@ -146,7 +152,13 @@ def _vote(ins: Instruction, m: Modifiers) -> Operation:
     d = ins.operands[0]
     dst = (d.first, d.second) if isinstance(d, Pair) else (d,)
     return system(
-        ins, f"match.{mode}", "vote", dst=dst, dst_kinds="up"[: len(dst)], src=ins.operands[1:2], src_kinds=kind
+        ins,
+        f"match.{mode}",
+        "vote",
+        dst=dst,
+        dst_kinds="up"[: len(dst)],
+        src=ins.operands[1:2],
+        src_kinds=kind,
     )
 
 
@@ -190,9 +202,7 @@ def _setmaxnreg(ins: Instruction, m: Modifiers) -> Operation:
     count = ins.operands[0]
     if not isinstance(count, Immediate) or not 24 <= count.value <= 256 or count.value % 8:
         raise unsupported(ins, "wants a literal multiple of 8 from 24 to 256")
-    return system(
-        ins, f"setmaxnreg.{direction}", "control", count=count.value, suspends=direction == "inc"
-    )
+    return system(ins, f"setmaxnreg.{direction}", "control", count=count.value, suspends=direction == "inc")
 
 
 @opcode("nanosleep", "griddepcontrol")

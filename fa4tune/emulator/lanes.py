@@ -120,7 +120,6 @@ def fma_rn(a: Array, b: Array, c: Array) -> Array:
     return s.astype(F4)
 
 
-
 def fma_directed(mode: str) -> Callable[[Array, Array, Array], Array]:
     """Float32 fused multiply-add rounded down, up or toward zero."""
 
@@ -136,7 +135,7 @@ def fma_directed(mode: str) -> Callable[[Array, Array, Array], Array]:
     return fma
 
 
-# -- 16-bit floats -----------------------------------------------------------------------------------------------
+# -- 16-bit floats
 
 
 def f32_to_bf16(x: Array) -> Array:
@@ -226,9 +225,7 @@ def fma16(kind: str, mode: str, relu: bool) -> Callable[[Array, Array, Array], A
     load = f16_to_f32 if kind in "FV" else bf16_to_f32
 
     def one(a: Array, b: Array, c: Array) -> Array:
-        s = sum_to_odd(
-            np.multiply(load(a).astype(F8), load(b).astype(F8)), load(c).astype(F8)
-        )
+        s = sum_to_odd(np.multiply(load(a).astype(F8), load(b).astype(F8)), load(c).astype(F8))
         if kind in "FV":
             r = f64_to_f16(s)
         else:
@@ -257,7 +254,7 @@ def f64_to_f16(s: Array) -> Array:
     return f32_to_f16(odd_f32(s))
 
 
-# -- approximate functions ---------------------------------------------------------------------------------------
+# -- approximate functions
 
 
 def ex2(x: Array) -> Array:
@@ -311,7 +308,7 @@ def div_rn(a: Array, b: Array) -> Array:
     return np.divide(a, b)
 
 
-# -- integers ----------------------------------------------------------------------------------------------------
+# -- integers
 
 
 def mul_hi(a: Array, b: Array) -> Array:

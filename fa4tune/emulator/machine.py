@@ -23,6 +23,7 @@ from fa4tune.emulator import (
 )
 from fa4tune.emulator.asynchronous import AsyncUnits
 from fa4tune.emulator.barriers import ClusterBarrier, MBarrier, NamedBarrier, TraceEvent
+from fa4tune.emulator.blas import single_thread
 from fa4tune.emulator.codegen import SHARED_WINDOW, Compiler
 from fa4tune.emulator.counters import Counters, WarpCounters, collect
 from fa4tune.emulator.findings import Fault, Finding
@@ -37,7 +38,16 @@ from fa4tune.emulator.warp import Warp
 from fa4tune.errors import EmulationError
 
 #: Modules whose import fills the decoder and runtime tables.
-TABLES = (isa_memory, isa_mma, isa_sync, runtime_copy, runtime_memory, runtime_sync, runtime_tcgen05, runtime_wgmma)
+TABLES = (
+    isa_memory,
+    isa_mma,
+    isa_sync,
+    runtime_copy,
+    runtime_memory,
+    runtime_sync,
+    runtime_tcgen05,
+    runtime_wgmma,
+)
 
 REGISTER_FILE = 65536  #: 32-bit registers of an SM
 SMEM_LIMIT = 232448  #: dynamic shared memory a CTA may have (227 KiB), Hopper and Blackwell
@@ -99,7 +109,9 @@ class Cta:
         """The mbarrier at a shared offset; a fault where none was initialised."""
         found = self.mbarriers.get(offset)
         if found is None:
-            raise Fault("mbarrier", f"shared offset {offset} of CTA {self.label} holds no initialised mbarrier")
+            raise Fault(
+                "mbarrier", f"shared offset {offset} of CTA {self.label} holds no initialised mbarrier"
+            )
         return found
 
 
@@ -180,11 +192,15 @@ class Machine:
     def _parameter_block(self) -> bytes:
         given, wanted = self.launch.parameters, self.entry.parameters
         if len(given) != len(wanted):
-            raise EmulationError(f"{self.entry.name} takes {len(wanted)} parameters, the launch has {len(given)}")
+            raise EmulationError(
+                f"{self.entry.name} takes {len(wanted)} parameters, the launch has {len(given)}"
+            )
         block = bytearray()
         for value, parameter in zip(given, wanted, strict=True):
             if len(value) != parameter.nbytes:
-                raise EmulationError(f"parameter {parameter.name} has {parameter.nbytes} bytes, got {len(value)}")
+                raise EmulationError(
+                    f"parameter {parameter.name} has {parameter.nbytes} bytes, got {len(value)}"
+                )
             block.extend(b"\0" * (parameter.offset - len(block)))
             block.extend(value)
         return bytes(block)
@@ -298,7 +314,9 @@ def load(ptx: str, entry: str) -> tuple[Module, Compiler]:
     if found is None:
         module = parse(ptx)
         if entry not in module.entries:
-            raise EmulationError(f"the PTX has no entry {entry!r}, only {', '.join(module.entries) or 'none'}")
+            raise EmulationError(
+                f"the PTX has no entry {entry!r}, only {', '.join(module.entries) or 'none'}"
+            )
         found = (module, Compiler(cfg.build(module.entries[entry])))
         if len(_COMPILED) >= 16:
             _COMPILED.pop(next(iter(_COMPILED)))
@@ -339,7 +357,7 @@ def run(
     gx, gy, gz = (g // c for g, c in zip(launch.grid, shape, strict=True))
     total = gx * gy * gz
     counted: list[WarpCounters] = []
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), single_thread():
         for number in range(total):
             first = (
                 number % gx * shape[0],

@@ -51,7 +51,8 @@ class GlobalMemory:
                     f"which has {region.nbytes}",
                 )
         raise Fault(
-            "out-of-bounds", f"global access of {nbytes} bytes at {address:#x}, which is in no buffer of the launch"
+            "out-of-bounds",
+            f"global access of {nbytes} bytes at {address:#x}, which is in no buffer of the launch",
         )
 
     def view(self, index: int, size: int) -> Array:

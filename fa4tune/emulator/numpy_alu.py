@@ -213,7 +213,9 @@ def _convert(operation: Operation, parts: list[str]) -> Function:
         if to == "f64" and source.itemsize <= 4:
             return lambda x: x.astype(source).astype(F8)
         if to in ("f16", "bf16") and mode == "rn" and source.itemsize <= 4:
-            store: Function = lanes.f64_to_f16 if to == "f16" else lambda s: lanes.f32_to_bf16(lanes.odd_f32(s))
+            store: Function = (
+                lanes.f64_to_f16 if to == "f16" else lambda s: lanes.f32_to_bf16(lanes.odd_f32(s))
+            )
             return lambda x: store(x.astype(source).astype(F8))
         raise refuse
     if to == "f32" and of == "f32":
@@ -340,7 +342,9 @@ def _resolve(operation: Operation) -> Function:
     if name in _APPROXIMATE:
         return _float_function(operation, parts)
     if name == "div":
-        return _with_flags(lanes.div_rn, parts) if parts[1] in ("rn", "approx", "full") else _refuse(operation)
+        return (
+            _with_flags(lanes.div_rn, parts) if parts[1] in ("rn", "approx", "full") else _refuse(operation)
+        )
     if name == "cvt":
         return _convert(operation, parts)
     if name == "shf":

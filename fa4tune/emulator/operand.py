@@ -37,7 +37,9 @@ def decode_sm90(bits: int) -> MatrixDescriptor:
     if bits >> 49 & 7:
         raise Fault("descriptor", f"matrix descriptor {bits:#x} has a base offset, which is not modelled")
     swizzle = {0: 0, 1: 128, 2: 64, 3: 32}[bits >> 62]
-    return MatrixDescriptor((bits & 0x3FFF) << 4, (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4, swizzle)
+    return MatrixDescriptor(
+        (bits & 0x3FFF) << 4, (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4, swizzle
+    )
 
 
 def decode_sm100(bits: int) -> MatrixDescriptor:
@@ -46,9 +48,13 @@ def decode_sm100(bits: int) -> MatrixDescriptor:
     if bits >> 46 & 3 != 1 or code not in (0, 2, 4, 6):
         raise Fault("descriptor", f"{bits:#x} is no matrix descriptor of this architecture")
     if bits >> 49 & 7 or bits >> 52 & 1:
-        raise Fault("descriptor", f"matrix descriptor {bits:#x} has a base offset or an absolute leading dimension")
+        raise Fault(
+            "descriptor", f"matrix descriptor {bits:#x} has a base offset or an absolute leading dimension"
+        )
     swizzle = {0: 0, 2: 128, 4: 64, 6: 32}[code]
-    return MatrixDescriptor((bits & 0x3FFF) << 4, (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4, swizzle)
+    return MatrixDescriptor(
+        (bits & 0x3FFF) << 4, (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4, swizzle
+    )
 
 
 def swizzled(address: Any, width: int) -> Any:

@@ -128,7 +128,7 @@ class _Parser:
         self.pos += len(stop)
         return chunk
 
-    # -- module level --------------------------------------------------------------------------------------
+    # -- module level
 
     def parse(self) -> Module:
         while self.skip_space():
@@ -298,7 +298,7 @@ class _Body:
                 for o in instruction.operands
             )
 
-    # -- statements ----------------------------------------------------------------------------------------
+    # -- statements
 
     def statement(self, text: str, line: int) -> None:
         if text.startswith(".reg "):

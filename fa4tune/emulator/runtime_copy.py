@@ -75,7 +75,9 @@ def _tma_load(operation: Operation) -> RuntimeFunction:
         else:
             targets = [owner]
             if group == 1 and bar_owner != owner:
-                raise Fault("mbarrier", "a tensor copy signals an mbarrier of another CTA without cta_group::2")
+                raise Fault(
+                    "mbarrier", "a tensor copy signals an mbarrier of another CTA without cta_group::2"
+                )
         signals: list[tuple[Any, MBarrier]] = []
         for target in targets:
             signal = bar_owner if not multicast else target
@@ -91,7 +93,13 @@ def _tma_load(operation: Operation) -> RuntimeFunction:
                 complete(w, bar, nbytes)
 
         w.cluster.units.issue_copy(
-            Pending(run, tuple(b for _, b in signals), f"a tensor load of {nbytes} bytes", operation.instruction, w)
+            Pending(
+                run,
+                tuple(b for _, b in signals),
+                f"a tensor load of {nbytes} bytes",
+                operation.instruction,
+                w,
+            )
         )
 
     return load
@@ -189,7 +197,9 @@ def _bulk_copy(operation: Operation) -> RuntimeFunction:
     def _issue(w: Any, lane: int, values: list[int]) -> None:
         dst, src, nbytes = values[0] + dst_offset, values[1] + src_offset, values[2]
         if (dst | src | nbytes) & 15:
-            raise Fault("misaligned", f"a bulk copy of {nbytes} bytes from {src:#x} to {dst:#x}, not 16-byte aligned")
+            raise Fault(
+                "misaligned", f"a bulk copy of {nbytes} bytes from {src:#x} to {dst:#x}, not 16-byte aligned"
+            )
         if nbytes == 0:
             return
         bars: list[MBarrier] = []
@@ -242,7 +252,7 @@ def _bulk_copy(operation: Operation) -> RuntimeFunction:
     return copy
 
 
-# -- cp.async ----------------------------------------------------------------------------------------------------
+# -- cp.async
 
 
 @runtime("cp.async")
@@ -345,7 +355,9 @@ def _st_async(operation: Operation) -> RuntimeFunction:
             data = np.array([int(v[lane]) for v in values], UNSIGNED[size])
             w.count_bytes("dsmem_write", n)
 
-            def run(cta: Any = cta, start: int = start, data: Array = data, bar: MBarrier = bar, n: int = n) -> None:
+            def run(
+                cta: Any = cta, start: int = start, data: Array = data, bar: MBarrier = bar, n: int = n
+            ) -> None:
                 cta.smem.bytes[start : start + n] = data.view(np.uint8)
                 cta.smem.touch(start, n, w.machine.tick())
                 complete(w, bar, n)

@@ -71,8 +71,10 @@ def _ld_param(operation: Operation) -> RuntimeFunction:
             at = first + j * size
             if at + size > len(block):
                 raise Fault("out-of-bounds", f"parameter bytes {at}..{at + size} of {len(block)}")
-            word = np.frombuffer(block, UNSIGNED[size], 1, at) if at % size == 0 else np.frombuffer(
-                bytes(block[at : at + size]), UNSIGNED[size], 1
+            word = (
+                np.frombuffer(block, UNSIGNED[size], 1, at)
+                if at % size == 0
+                else np.frombuffer(bytes(block[at : at + size]), UNSIGNED[size], 1)
             )
             out.append(_widen(np.repeat(word, w.width), operation, kinds[j]))
         return out[0] if count == 1 else out
@@ -178,7 +180,9 @@ def _ld(operation: Operation) -> RuntimeFunction:
 
     def load(w: Any, m: Array | None, base: Array) -> Any:
         which = active(m)
-        addresses = (base if which is None else base[which]) + base.dtype.type(offset & ((1 << 8 * base.itemsize) - 1))
+        addresses = (base if which is None else base[which]) + base.dtype.type(
+            offset & ((1 << 8 * base.itemsize) - 1)
+        )
         data = read(w, addresses, space)
         if same_kinds:
             out = spread(data, which, w.width)
@@ -215,7 +219,9 @@ def _st(operation: Operation) -> RuntimeFunction:
 
     def store(w: Any, m: Array | None, base: Array, *values: Array) -> None:
         which = active(m)
-        addresses = (base if which is None else base[which]) + base.dtype.type(offset & ((1 << 8 * base.itemsize) - 1))
+        addresses = (base if which is None else base[which]) + base.dtype.type(
+            offset & ((1 << 8 * base.itemsize) - 1)
+        )
         write(w, addresses, _narrow(values, which, size), space)
 
     def write(w: Any, addresses: Array, values: list[Array], where: str) -> None:
@@ -260,18 +266,26 @@ def combine(view: Array, index: int, operation: str, kind: str, value: Any, comp
         if old == compare:
             view[index] = value
     elif kind in "VB":
-        load, store = (lanes.f16_to_f32, lanes.f32_to_f16) if kind == "V" else (lanes.bf16_to_f32, lanes.f32_to_bf16)
+        load, store = (
+            (lanes.f16_to_f32, lanes.f32_to_f16) if kind == "V" else (lanes.bf16_to_f32, lanes.f32_to_bf16)
+        )
         a = load(np.array([old], U4).view(U2))
         b = load(np.array([value], U4).view(U2))
         view[index] = store(_float_combine(operation, a, b)).view(U4)[0]
     elif kind in "FG":
-        load, store = (lanes.f16_to_f32, lanes.f32_to_f16) if kind == "F" else (lanes.bf16_to_f32, lanes.f32_to_bf16)
-        view[index] = store(_float_combine(operation, load(np.array([old], U2)), load(np.array([value], U2))))[0]
+        load, store = (
+            (lanes.f16_to_f32, lanes.f32_to_f16) if kind == "F" else (lanes.bf16_to_f32, lanes.f32_to_bf16)
+        )
+        view[index] = store(
+            _float_combine(operation, load(np.array([old], U2)), load(np.array([value], U2)))
+        )[0]
     elif kind in "fd" and operation != "exch":
         view[index] = _float_combine(operation, old, value)
     else:
         bits = view.dtype.itemsize * 8
-        result = _ATOMIC_INT[operation](old if kind in "fd" else int(old), value if kind in "fd" else int(value))
+        result = _ATOMIC_INT[operation](
+            old if kind in "fd" else int(old), value if kind in "fd" else int(value)
+        )
         if view.dtype.kind in "ui":
             result &= (1 << bits) - 1
             if view.dtype.kind == "i" and result >> (bits - 1):
@@ -323,7 +337,7 @@ def _atom(operation: Operation) -> RuntimeFunction:
     return atomic
 
 
-# -- matrices ----------------------------------------------------------------------------------------------------
+# -- matrices
 
 
 def _matrix_rows(w: Any, m: Array | None, base: Array, offset: int, count: int) -> tuple[Any, Array]:
@@ -393,7 +407,9 @@ def _mapa(operation: Operation) -> RuntimeFunction:
         ranks = rank.astype(a.dtype)
         live = ranks if m is None else ranks[m]
         if int(live.max()) >= w.cluster.size:
-            raise Fault("out-of-bounds", f"mapa to CTA rank {int(live.max())} of a cluster of {w.cluster.size}")
+            raise Fault(
+                "out-of-bounds", f"mapa to CTA rank {int(live.max())} of a cluster of {w.cluster.size}"
+            )
         return base + ((ranks << kind(RANK_SHIFT)) | offset)
 
     return function

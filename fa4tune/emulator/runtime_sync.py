@@ -172,7 +172,7 @@ def _wait(operation: Operation) -> RuntimeFunction:
     return wait
 
 
-# -- named and cluster barriers ----------------------------------------------------------------------------------
+# -- named and cluster barriers
 
 
 def _named(w: Any, m: Array | None, number: Array, count: Array | None) -> tuple[NamedBarrier, int]:
@@ -248,7 +248,7 @@ def _cluster_wait(operation: Operation) -> RuntimeFunction:
     return wait
 
 
-# -- within a warp -----------------------------------------------------------------------------------------------
+# -- within a warp
 
 
 def _shuffle_source(mode: str, b: Array, c: Array) -> tuple[Array, Array]:
@@ -377,7 +377,7 @@ def _redux(operation: Operation) -> RuntimeFunction:
     return reduce
 
 
-# -- scheduling and hints ----------------------------------------------------------------------------------------
+# -- scheduling and hints
 
 
 class _RegisterPool:

@@ -69,9 +69,13 @@ class _Mma:
 @runtime("tcgen05.mma")
 def _mma(operation: Operation) -> RuntimeFunction:
     attrs = operation.attrs
-    d_offset, a_offset, from_tmem, group = (attrs[k] for k in ("d_offset", "a_offset", "from_tmem", "cta_group"))
+    d_offset, a_offset, from_tmem, group = (
+        attrs[k] for k in ("d_offset", "a_offset", "from_tmem", "cta_group")
+    )
 
-    def mma(w: Any, m: Array | None, d: Array, a: Array, b: Array, idesc: Array, accumulate: Array, *off: Array) -> None:
+    def mma(
+        w: Any, m: Array | None, d: Array, a: Array, b: Array, idesc: Array, accumulate: Array, *off: Array
+    ) -> None:
         for lane in active_list(m):
             descriptor = decode_instruction(int(idesc[lane]))
             item = _Mma(
@@ -88,7 +92,9 @@ def _mma(operation: Operation) -> RuntimeFunction:
                 last.run.items.append(item)
             else:
                 w.cluster.units.issue_tensor(
-                    w.cta.rank, Pending(_Join(w.cluster, [item]), (), "a matrix operation", operation.instruction, w), False
+                    w.cta.rank,
+                    Pending(_Join(w.cluster, [item]), (), "a matrix operation", operation.instruction, w),
+                    False,
                 )
 
     return mma
@@ -101,7 +107,9 @@ def _check(w: Any, item: _Mma) -> None:
     if d.m not in ok_m or d.n % step or not 0 < d.n <= 256:
         raise Fault("descriptor", f"a matrix shape {d.m} x {d.n} with cta_group::{item.group}")
     if item.group == 2 and (w.cta.rank & 1 or w.cluster.size < 2):
-        raise Fault("descriptor", f"cta_group::2 issued by CTA rank {w.cta.rank} of a cluster of {w.cluster.size}")
+        raise Fault(
+            "descriptor", f"cta_group::2 issued by CTA rank {w.cta.rank} of a cluster of {w.cluster.size}"
+        )
 
 
 class _Join:
@@ -172,7 +180,13 @@ def _accumulate(cta: Any, item: _Mma, product: Array) -> None:
     data = cta.tmem.data.view(F4)
     if item.group == 2 and rows == 64:  # layout B: the halves of N side by side in lanes
         cta.tmem.check(column, n // 2, "accumulator D")
-        _write(data, item, column, np.concatenate([product[:, : n // 2], product[:, n // 2 :]], axis=0), slice(0, 128))
+        _write(
+            data,
+            item,
+            column,
+            np.concatenate([product[:, : n // 2], product[:, n // 2 :]], axis=0),
+            slice(0, 128),
+        )
         return
     cta.tmem.check(column, n, "accumulator D")
     if rows == 64:  # layout F: 16 rows in the first half of each quarter
@@ -225,7 +239,7 @@ def _commit(operation: Operation) -> RuntimeFunction:
     return commit
 
 
-# -- allocation --------------------------------------------------------------------------------------------------
+# -- allocation
 
 
 @runtime("tcgen05.alloc")
@@ -279,10 +293,12 @@ def _wait_st(operation: Operation) -> RuntimeFunction:
     return wait
 
 
-# -- loads and stores --------------------------------------------------------------------------------------------
+# -- loads and stores
 
 
-def _region(w: Any, m: Array | None, base: Array, offset: int, shape: str, count: int, what: str) -> tuple[int, int]:
+def _region(
+    w: Any, m: Array | None, base: Array, offset: int, shape: str, count: int, what: str
+) -> tuple[int, int]:
     """(column, first lane) of a warp's access, checked against what the warp may reach."""
     if m is not None:
         raise Fault("partial-mask", f"{what} with idle lanes")

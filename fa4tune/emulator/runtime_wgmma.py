@@ -93,7 +93,11 @@ def perform_group(w: Any, group: list[_Mma]) -> None:
     start = 0
     while start < len(group):
         end = start + 1
-        while end < len(group) and group[end].accumulators == group[start].accumulators and group[end].accumulate:
+        while (
+            end < len(group)
+            and group[end].accumulators == group[start].accumulators
+            and group[end].accumulate
+        ):
             end += 1
         w.machine.current = (group[start].operation.instruction, w)
         _perform(w, group[start:end])
@@ -119,7 +123,9 @@ def _a_matrix(w: Any, item: _Mma, warp_row: int) -> Array:
 def _b_matrix(w: Any, item: _Mma) -> Array:
     attrs = item.operation.attrs
     d = operand.decode_sm90(item.b)
-    matrix = operand.load_operand(w.cta, d, attrs["n"], 16, bool(attrs["transpose_b"]), attrs["type"] == "bf16")
+    matrix = operand.load_operand(
+        w.cta, d, attrs["n"], 16, bool(attrs["transpose_b"]), attrs["type"] == "bf16"
+    )
     return -matrix if attrs["negate_b"] < 0 else matrix
 
 

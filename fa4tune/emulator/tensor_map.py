@@ -185,7 +185,6 @@ def write_box(
 def reduce_words(old: Array, new: Array, operation: str, element: str) -> Array:
     """Element-wise reduction of unsigned words that hold ``element``; float sums round to nearest."""
 
-
     if element == "bf16":
         result = _combine(lanes.bf16_to_f32(old), lanes.bf16_to_f32(new), operation)
         return lanes.f32_to_bf16(np.ascontiguousarray(result))

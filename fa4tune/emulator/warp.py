@@ -151,7 +151,7 @@ class Warp:
         """Add to an event counter."""
         self.events[key] = self.events.get(key, 0) + n
 
-    # -- local memory --------------------------------------------------------------------------------------
+    # -- local memory
 
     def _local(self) -> Array:
         if self.local is None:
@@ -176,7 +176,7 @@ class Warp:
         data = np.ascontiguousarray(np.stack(values, axis=1)).view(np.uint8)
         self._local()[self._local_lanes(len(addresses))[:, None], at] = data
 
-    # -- waiting -------------------------------------------------------------------------------------------
+    # -- waiting
 
     def block(self, on: Any) -> None:
         """Sleep until :meth:`wake`; ``on`` has ``describe()``."""
@@ -189,7 +189,7 @@ class Warp:
             self.state = READY
             self.cluster.ready.append(self)
 
-    # -- control flow --------------------------------------------------------------------------------------
+    # -- control flow
 
     def diverge(self, taken: Array, goal: int, following: int, join: int) -> int:
         """Split the active lanes: those in ``taken`` run first, the others and the meeting point are pushed."""
