@@ -41,7 +41,10 @@ class Gpu:
     load, ``arithmetic_latency_clk`` the drain of a dependent section of arithmetic (reductions across lanes
     included). ``warp_issue_per_clk`` is what one warp alone issues in such a section, ``exp_overlap`` the part
     of the shorter of a section's exponentials and other instructions that hides under the longer, and
-    ``contention`` how far other roles' use of a unit delays a role (0 never, 1 as at random phase).
+    ``contention`` how far other roles' use of a unit delays a role (0 never, 1 as if they met at random and shared
+    evenly).
+    ``smem_conflict`` is the part of SMEM writes and thread accesses that holds up operand reads of the tensor
+    cores when they meet (1: they come first).
     ``tile_overhead_clk`` is what a tile costs beside its operations. ``active_watts`` and ``tensor_watts`` are
     the power at ``max_clock_mhz`` of busy SMs without matrix work and of fully busy tensor cores.
     """
@@ -81,6 +84,7 @@ class Gpu:
     warp_issue_per_clk: float
     exp_overlap: float
     contention: float
+    smem_conflict: float
     tile_overhead_clk: float
     hbm_efficiency: float
     active_watts: float

@@ -5,6 +5,10 @@ issuing warp waits for what the operation needs, and the execution, which its un
 and dependencies are arcs. Iterations are K/V tiles; an issuer that runs ahead makes distances below zero,
 which retiming removes (a node's turn is its tile plus its lag).
 
+**Shared memory.** Operand reads of the tensor cores wait while SMEM takes in copies or serves threads: an
+operation whose operands keep SMEM busy for a part ``o`` of its time takes ``1 + smem_conflict * o * b`` times
+as long, ``b`` being the part of the period that SMEM serves others.
+
 **Sharing.** Where several roles use a unit and no order or barrier says who goes first, a role finds another
 one there with the probability that the other is there at all, and then shares the unit with it evenly: work
 ``w`` of role *g* takes ``w (1 + c * sum of the others' busy fractions)``, ``c`` being ``contention`` of the
@@ -25,12 +29,16 @@ from fa4tune.errors import PlanError
 from fa4tune.hardware.gpu import Gpu
 from fa4tune.kernels.plan import Dependency, Loop, Order, Unit
 from fa4tune.model.event_graph import Arcs, maximum_cycle_ratio
-from fa4tune.model.timing import ARITHMETIC, EXP, TENSOR, TMEM, UNITS, Duration, Rates
+from fa4tune.model.timing import UNITS, Duration, Rates
 
 _FULL, _REMOTE, _SERVICE, _ISSUE = range(4)
 """What an arc's weight is: the source's whole time, that and a barrier, its hold on the unit, its issue."""
 
-_STATIONS = 4
+TENSOR, SECTION, TMEM = range(3)
+"""Stations at which roles meet: tensor cores, warp schedulers with the pipes behind them, tensor memory."""
+
+_STATIONS = 3
+_SMEM = UNITS.index(Unit.SMEM)
 
 
 ISSUES, EXECUTES, RUNS = range(3)
@@ -266,56 +274,52 @@ def solve(
     gpu = rates.gpu
     groups = len(shape.groups)
     totals = [0.0] * len(UNITS)
+    operands = 0.0
     demand = [[0.0] * _STATIONS for _ in range(groups)]
     for duration, weight, group in zip(durations, weights, shape.group_of, strict=True):
         if weight:
+            operands += duration.operands * weight
             for unit, cycles in enumerate(duration.units):
                 if cycles:
                     totals[unit] += cycles * weight
             own = demand[group]
-            for station, cycles in enumerate(duration.demand):
-                if cycles:
-                    own[station] += cycles * weight
+            own[TENSOR] += duration.tensor * weight
+            own[SECTION] += duration.section * weight
+            own[TMEM] += duration.tmem * weight
     if copies > 1:
         totals = [total * copies for total in totals]
+        operands *= copies
     floor = max(totals)
-    contention = gpu.contention
+    conflict = gpu.smem_conflict * max(0.0, totals[_SMEM] - operands)
     meets = [
         station
         for station in range(_STATIONS)
-        if (copies > 1 or (shape.shared[station] and sum(1 for d in demand if d[station]) > 1))
+        if gpu.contention
+        and (copies > 1 or (shape.shared[station] and sum(1 for d in demand if d[station]) > 1))
     ]
     stretch = [row[:] for row in start.stretch] if start else [[1.0] * _STATIONS for _ in range(groups)]
-    policy = start.policy if start else None
-    values = _values(shape, durations, weights, stretch, gpu)
     arcs, picks = shape.arcs, shape.values
-    answer = maximum_cycle_ratio(arcs, [values[v] for v in picks], policy)
-    period = max(answer.ratio, floor)
-    if not meets or not contention:
-        return Timed(
-            shape,
-            tuple(durations),
-            values,
-            period,
-            answer.ratio,
-            answer.cycle,
-            totals,
-            stretch,
-            answer.policy,
-        )
+    period = start.period if start else floor
+    values = _values(shape, durations, weights, stretch, gpu, conflict / period)
+    answer = maximum_cycle_ratio(arcs, [values[v] for v in picks], start.policy if start else None)
+    period = max(answer.ratio, period)
     for _ in range(30):
         before = period
+        cycle = [picks[arc] for arc in answer.cycle]
+        turns = sum(arcs.distances[arc] for arc in answer.cycle)
         # along the cycle found last, the fixed point costs little
         for _ in range(12):
             inner = period
-            _share(stretch, demand, period, meets, contention, copies, shape.shared)
-            values = _values(shape, durations, weights, stretch, gpu)
-            ratio = sum(values[picks[a]] for a in answer.cycle) / sum(arcs.distances[a] for a in answer.cycle)
-            period = max(0.5 * (inner + max(ratio, floor)), floor)
+            if meets:
+                _share(stretch, demand, period, meets, gpu.contention, copies, shape.shared)
+            blocked = conflict / period
+            values = _values(shape, durations, weights, stretch, gpu, blocked)
+            bound = max(sum(values[v] for v in cycle) / turns, floor, totals[TENSOR] + blocked * operands)
+            period = 0.5 * (inner + bound)
             if abs(period - inner) < 1e-4 * period:
                 break
         answer = maximum_cycle_ratio(arcs, [values[v] for v in picks], answer.policy)
-        period = max(answer.ratio, floor)
+        period = max(answer.ratio, floor, totals[TENSOR] + blocked * operands)
         if abs(period - before) < 1e-3 * period:
             break
     return Timed(
@@ -355,36 +359,30 @@ def _values(
     weights: Sequence[float],
     stretch: list[list[float]],
     gpu: Gpu,
+    blocked: float,
 ) -> list[float]:
     """Full, remote, service and issue cycles of every operation under ``stretch``."""
     full, remote, service, issue = [], [], [], []
-    barrier, hidden = gpu.barrier_latency_clk, 1.0 - gpu.exp_overlap
+    barrier = gpu.barrier_latency_clk
     for duration, weight, group in zip(durations, weights, shape.group_of, strict=True):
-        if not weight:
-            full.append(0.0)
-            remote.append(barrier)
-            service.append(0.0)
-            issue.append(0.0)
-            continue
         factors = stretch[group]
         if duration.asynchronous:
-            hold = duration.demand[TENSOR] * factors[TENSOR] + duration.other
-            whole = hold + duration.latency
+            hold = (duration.tensor + blocked * duration.operands) * factors[TENSOR] + duration.other
+            whole = (hold + duration.latency) * weight
+            hold *= weight
         else:
-            exponentials = duration.demand[EXP] * factors[EXP]
-            arithmetic = duration.alone + duration.demand[ARITHMETIC] * (factors[ARITHMETIC] - 1.0)
-            longer, shorter = (
-                (exponentials, arithmetic) if exponentials > arithmetic else (arithmetic, exponentials)
-            )
-            whole = hold = (
-                longer
-                + hidden * shorter
-                + duration.demand[TMEM] * factors[TMEM]
+            whole = weight * (
+                duration.section * factors[SECTION]
+                + duration.tmem * factors[TMEM]
                 + duration.other
                 + duration.latency
-            ) * weight
+            )
+            if 0.0 < weight < 1.0:
+                # whether to go through it or around is a vote and a branch, which drain the pipeline too
+                whole += duration.latency * (1.0 - weight)
+            hold = whole
         full.append(whole)
         remote.append(whole + barrier)
         service.append(hold)
-        issue.append(duration.issue)
+        issue.append(duration.issue * weight)
     return full + remote + service + issue

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from fa4tune.kernels.plan import KernelPlan, Operation
 from fa4tune.model.pipeline import EXECUTES, ISSUES, Timed
-from fa4tune.model.timing import EXP, TENSOR, TMEM, Duration, Rates
+from fa4tune.model.timing import Duration, Rates
 
 Recorder = Callable[[str, str, int, int, float, float], None]
 """Called with (operation, role, tile, iteration or -1, start, end) for everything that runs."""
@@ -84,10 +84,9 @@ class Run:
         self._tile = 0
         self._deepest = max(step.lag for step in shape.steps)
         warps = {role.name: role.warps for role in plan.roles}
-        hidden = 1.0 - rates.gpu.exp_overlap
         self._phases = tuple(
             tuple(
-                _once(operation, links, rates.duration(operation, warps[operation.role]), hidden)
+                _once(operation, links, rates.duration(operation, warps[operation.role]))
                 for operation, links in zip(phase, _once_links(phase, self._body, first), strict=True)
             )
             for phase, first in ((plan.prologue, True), (plan.epilogue, False))
@@ -198,13 +197,8 @@ class Run:
                     recorder(body[operation].name, body[operation].role, self._tile, iteration, at, end)
 
 
-def _once(
-    operation: Operation, links: tuple[tuple[int, ...], tuple[int, ...]], duration: Duration, hidden: float
-) -> Once:
-    span = duration.demand[TENSOR] + duration.other + duration.latency
-    if not duration.asynchronous:
-        exponentials, arithmetic = duration.demand[EXP], duration.alone
-        span += max(exponentials, arithmetic) + hidden * min(exponentials, arithmetic) + duration.demand[TMEM]
+def _once(operation: Operation, links: tuple[tuple[int, ...], tuple[int, ...]], duration: Duration) -> Once:
+    span = duration.tensor + duration.section + duration.tmem + duration.other + duration.latency
     return Once(
         operation.name,
         operation.role,

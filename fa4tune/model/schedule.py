@@ -69,7 +69,8 @@ def makespan(
         tuple((t.total, t.masked) for t in trips),
         copies,
         places,
-        plan.scheduler,
+        plan.scheduler == "persistent",
+        plan.scheduler == "lpt" or bool(plan.constants.get("longest_first")),
         max(1, section // plan.packed_heads),
         round(overhead * 8),
         round(masked * 8),
@@ -88,7 +89,8 @@ def _last(
     trips: tuple[tuple[int, int], ...],
     copies: int,
     places: int,
-    scheduler: str,
+    persistent: bool,
+    longest_first: bool,
     section: int,
     overhead: int,
     masked: int,
@@ -96,7 +98,7 @@ def _last(
     """(tiles, iterations, masked iterations) of the place that finishes last; costs in eighths."""
     costs = [8 * total + overhead + masked * hidden for total, hidden in trips]
     blocks = len(trips)
-    if scheduler == "lpt":
+    if longest_first:
         order = [
             block
             for first in range(0, copies, section)
@@ -107,7 +109,7 @@ def _last(
         order = list(range(blocks)) * copies
     loads = [0] * places
     done: list[list[int]] = [[] for _ in range(places)]
-    if scheduler == "persistent":
+    if persistent:
         for index, block in enumerate(order):
             wave, place = divmod(index, places)
             place = place if wave % 2 == 0 else places - 1 - place
