@@ -110,7 +110,7 @@ def launch(kernel: KernelFiles, *args: Any, emulate: bool = False, **emulator_op
         kernel: the compiled kernel.
         args: runtime arguments in the order of its signature: tensors and numbers, no stream.
         emulate: run the kernel's PTX on the CPU; the tensors must be CPU tensors, which are written in place.
-        emulator_options: passed to ``fa4tune.emulator.run`` (``late_seed`` and the like).
+        emulator_options: passed to :func:`fa4tune.emulator.machine.run`.
 
     Returns:
         None on a GPU; what the emulator returned for each launch, in a list, with ``emulate``.
@@ -134,7 +134,7 @@ def launch(kernel: KernelFiles, *args: Any, emulate: bool = False, **emulator_op
 
 def _emulate(kernel: KernelFiles, args: tuple[Any, ...], options: dict[str, Any]) -> list[Any]:
     from fa4tune.emulator.capture import capture
-    from fa4tune.emulator.run import run
+    from fa4tune.emulator.machine import run
 
     ptx = kernel.ptx
     names = [a.name for a in getattr(kernel, "signature", ())]

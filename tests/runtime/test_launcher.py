@@ -117,7 +117,7 @@ def test_unlinked_object_loads_through_the_compilers_runtime(kernel: CompiledKer
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("fa4tune.emulator.run") is None, reason="the emulator is not installed"
+    importlib.util.find_spec("fa4tune.emulator.machine") is None, reason="the emulator is not installed"
 )
 def test_emulator_stands_in_for_the_gpu(kernel: CompiledKernel) -> None:
     q, k, v, out, lse = _tensors()
