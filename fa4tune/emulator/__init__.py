@@ -1,4 +1,4 @@
-"""The emulator: executes the PTX that CuTe DSL emits, on a CPU. Importing this package imports nothing else."""
+"""The emulator: executes CuTe DSL's PTX on a CPU. Importing this package imports nothing else."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Work that runs beside the warps: copies, tensor-core operations, groups of bulk stores.
 
 Eagerly, an operation is performed when it is issued (tensor-core operations when they are committed). In late
-mode it is queued and performed only when the synchronisation demands it: when its group is waited for, or when no
-warp can run any more.
+mode it is queued and performed only when the synchronisation demands it: when its group is waited for, or
+when no warp can run any more.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """mbarriers, named barriers, the cluster barrier: state machines without lanes.
 
-Rules (PTX ISA, mbarrier): a phase ends when the pending count and the transaction count are both zero, then the
-pending count is reloaded. Transaction bytes may arrive before they are expected (the count goes negative) as
-long as arrivals keep the phase open. A wait for parity P succeeds while the current phase's parity is not P.
+Rules (PTX ISA, mbarrier): a phase ends when the pending count and the transaction count are both zero, then
+the pending count is reloaded. Transaction bytes may arrive before they are expected (the count goes
+negative) as long as arrivals keep the phase open. A wait for parity P succeeds while the current phase's
+parity is not P.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from fa4tune.emulator.findings import Fault
+from fa4tune.emulator.findings import FaultError
 
 MAX_COUNT = (1 << 20) - 1  #: of arrivals and of transaction bytes (PTX ISA, mbarrier)
 
@@ -48,7 +49,7 @@ class MBarrier:
 
     def __init__(self, cta: Any, offset: int, count: int) -> None:
         if not 1 <= count <= MAX_COUNT:
-            raise Fault("mbarrier", f"initialised with a count of {count}, outside of 1..{MAX_COUNT}")
+            raise FaultError("mbarrier", f"initialised with a count of {count}, outside of 1..{MAX_COUNT}")
         self.cta = cta
         self.offset = offset
         self.count = count
@@ -61,13 +62,14 @@ class MBarrier:
         """State in words, for a deadlock's report."""
         return (
             f"mbarrier at offset {self.offset} of CTA {self.cta.label}: phase {self.phase} "
-            f"(parity {self.phase & 1}), {self.pending} of {self.count} arrivals pending, {self.tx} bytes pending"
+            f"(parity {self.phase & 1}), "
+            f"{self.pending} of {self.count} arrivals pending, {self.tx} bytes pending"
         )
 
     def arrive(self, count: int, drop: bool = False) -> None:
         """``count`` arrivals; ``drop`` also lowers the count of the phases to come."""
         if count > self.pending:
-            raise Fault(
+            raise FaultError(
                 "mbarrier-over-arrival",
                 f"{count} arrivals where {self.pending} are pending ({self.describe()})",
             )
@@ -90,7 +92,7 @@ class MBarrier:
 
     def _range(self) -> None:
         if abs(self.tx) > MAX_COUNT:
-            raise Fault(
+            raise FaultError(
                 "mbarrier-tx-count", f"{self.tx} transaction bytes leave the range ({self.describe()})"
             )
 
@@ -116,21 +118,22 @@ class NamedBarrier:
 
     def describe(self) -> str:
         """State in words."""
-        return f"barrier {self.number}: {self.arrived} of {self.expected} threads arrived, round {self.generation}"
+        here = f"{self.arrived} of {self.expected} threads arrived"
+        return f"barrier {self.number}: {here}, round {self.generation}"
 
     def arrive(self, threads: int, expected: int) -> None:
         """Add threads; the last one ends the round."""
         if expected % 32 or expected == 0:
-            raise Fault("barrier", f"barrier {self.number} with a thread count of {expected}")
+            raise FaultError("barrier", f"barrier {self.number} with a thread count of {expected}")
         if self.arrived and expected != self.expected:
-            raise Fault(
+            raise FaultError(
                 "barrier",
                 f"barrier {self.number} with a count of {expected} while a round for {self.expected} is open",
             )
         self.expected = expected
         self.arrived += threads
         if self.arrived > expected:
-            raise Fault("barrier", f"more threads than its count arrived ({self.describe()})")
+            raise FaultError("barrier", f"more threads than its count arrived ({self.describe()})")
         if self.arrived == expected:
             self.arrived = 0
             self.generation += 1

@@ -1,4 +1,4 @@
-"""One thread for NumPy's matrix products: the emulator's are small, and threads of a busy machine make them wait."""
+"""One BLAS thread for the emulator's small matrix products: threads of a busy machine wait for each other."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Control flow of one entry: basic blocks, where lanes meet again, which registers live, how they are stored."""
+"""Control flow of an entry: basic blocks, where lanes meet again, live registers and their storage."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from fa4tune.emulator.isa import Operation, decode
 from fa4tune.emulator.ptx import Entry, Label, Negated, Operand, Register
@@ -12,7 +13,7 @@ EXIT = -9  #: the virtual block that every exit leads to
 
 @dataclass(slots=True)
 class Block:
-    """Straight-line code. It starts at a label, after a branch, or at an operation that may suspend the warp."""
+    """Straight-line code: it starts at a label, after a branch, or where the warp may be suspended."""
 
     index: int
     operations: list[Operation]
@@ -70,9 +71,7 @@ def build(entry: Entry) -> Program:
     if not order or order[-1] != len(operations):
         order.append(len(operations))
     at = {start: i for i, start in enumerate(order[:-1])}
-    blocks = [
-        Block(i, operations[start:end]) for i, (start, end) in enumerate(zip(order, order[1:], strict=False))
-    ]
+    blocks = [Block(i, operations[start:end]) for i, (start, end) in enumerate(pairwise(order))]
     for block in blocks:
         _link(block, entry, at, len(blocks))
     _post_dominators(blocks)

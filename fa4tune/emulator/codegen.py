@@ -1,8 +1,8 @@
 """Basic blocks to Python functions over 32-lane NumPy vectors.
 
 A block has two functions: one for a warp with all lanes active, one for a partial mask, which computes on all
-lanes too and merges what lives on. Registers are local variables inside a block and live in ``warp.registers``
-between blocks. Arrays are never written in place, so moves only bind names.
+lanes too and merges what lives on. Registers are local variables inside a block and live in
+``warp.registers`` between blocks. Arrays are never written in place, so moves only bind names.
 """
 
 from __future__ import annotations
@@ -51,13 +51,15 @@ def runtime(*names: str) -> Callable[[RuntimeFactory], RuntimeFactory]:
 
 
 _VIEW = {  # (stored kind, wanted kind) -> expression; the same kind needs none
-    ("u", "i"): "{}.view(I4)", ("u", "f"): "{}.view(F4)", ("f", "u"): "{}.view(U4)", ("f", "i"): "{}.view(I4)",
+    ("u", "i"): "{}.view(I4)", ("u", "f"): "{}.view(F4)", ("f", "u"): "{}.view(U4)", ("f",
+    "i"): "{}.view(I4)",
     ("q", "l"): "{}.view(I8)", ("q", "d"): "{}.view(F8)", ("q", "x"): "q_to_x({})", ("x", "q"): "x_to_q({})",
     ("x", "l"): "x_to_q({}).view(I8)", ("x", "d"): "x_to_q({}).view(F8)", ("h", "s"): "{}.view(I2)",
 }  # fmt: skip
 _SAME = {"V": "u", "B": "u", "W": "u", "Q": "q", "H": "h", "F": "h", "G": "h"}
 _BACK = {
-    ("i", "u"): "{}.view(U4)", ("f", "u"): "{}.view(U4)", ("u", "f"): "{}.view(F4)", ("i", "f"): "{}.view(F4)",
+    ("i", "u"): "{}.view(U4)", ("f", "u"): "{}.view(U4)", ("u", "f"): "{}.view(F4)", ("i",
+    "f"): "{}.view(F4)",
     ("l", "q"): "{}.view(U8)", ("d", "q"): "{}.view(U8)", ("q", "x"): "q_to_x({})", ("x", "q"): "x_to_q({})",
     ("l", "x"): "q_to_x({}.view(U8))", ("d", "x"): "q_to_x({}.view(U8))", ("s", "h"): "{}.view(U2)",
 }  # fmt: skip
@@ -117,7 +119,8 @@ class Compiler:
             "pack_words": _pack_words, "pack_halves": _pack_halves, "unpack_halves": _unpack_halves,
             "where": np.where, "inv": np.logical_not, "SH32": np.uint64(32), "ALL": b"\x01" * 32,
             "NONE": b"\x00" * 32, "BIT": b"\x01",
-            "SHARED": np.uint64(SHARED_WINDOW), "PARAM": np.uint64(PARAM_WINDOW), "LOCAL": np.uint64(LOCAL_WINDOW),
+            "SHARED": np.uint64(SHARED_WINDOW), "PARAM": np.uint64(PARAM_WINDOW),
+            "LOCAL": np.uint64(LOCAL_WINDOW),
         }  # fmt: skip
         self.names: dict[int, str] = {}
 

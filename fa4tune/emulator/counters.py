@@ -18,13 +18,15 @@ class WarpCounters:
 
     Args:
         instructions: executed instructions by class (``int``, ``float``, ``fma``, ``mufu_ex2``, ``mufu``,
-            ``convert``, ``select``, ``predicate``, ``move``, ``memory``, ``tmem``, ``mma``, ``tma``, ``async``,
-            ``barrier``, ``wait``, ``fence``, ``shuffle``, ``vote``, ``atomic``, ``control``, ``hint``).
+            ``convert``, ``select``, ``predicate``, ``move``, ``memory``, ``tmem``, ``mma``, ``tma``,
+            ``async``, ``barrier``, ``wait``, ``fence``, ``shuffle``, ``vote``, ``atomic``, ``control``,
+            ``hint``).
         exponentials: elements by unit: ``mufu`` (ex2), ``polynomial`` (recognised by the round-down add that
             splits off the integer part).
         bytes: by path: ``tma_read`` and ``tma_write`` (global memory side), ``mma_smem`` (operands read by
-            matrix operations, as the instruction asks for them), ``smem_read``, ``smem_write``, ``dsmem_read``,
-            ``dsmem_write``, ``global_read``, ``global_write``, ``tmem_read``, ``tmem_write``, ``atomic``.
+            matrix operations, as the instruction asks for them), ``smem_read``, ``smem_write``,
+            ``dsmem_read``, ``dsmem_write``, ``global_read``, ``global_write``, ``tmem_read``,
+            ``tmem_write``, ``atomic``.
         mmas: matrix instructions by (kind, M, N, K) such as ``("tcgen05.SS.cta_group::1", 128, 128, 16)``;
             a wgmma counts once, at the first warp of its warpgroup.
         events: anything else that is counted by name.

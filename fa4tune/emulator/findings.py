@@ -41,7 +41,7 @@ class Finding:
         return f"{self.severity}: {self.kind}: {self.message}{place}{source}{who}{lines}"
 
 
-class Fault(EmulationError):
+class FaultError(EmulationError):
     """Execution cannot go on; becomes a :class:`Finding` with the instruction that raised it."""
 
     def __init__(self, kind: str, message: str, details: tuple[str, ...] = ()) -> None:

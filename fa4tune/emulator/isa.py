@@ -1,7 +1,7 @@
 """The instruction table: what each PTX instruction reads, writes and does, for any back-end.
 
-:func:`decode` turns a parsed instruction into an :class:`Operation`: a canonical name, operands with kinds, and
-attributes. A back-end maps names to code. Kinds are one letter each:
+:func:`decode` turns a parsed instruction into an :class:`Operation`: a canonical name, operands with kinds,
+and attributes. A back-end maps names to code. Kinds are one letter each:
 
 ======  ==================================  ======  ==================================
 ``p``   predicate                           ``x``   two float32 in 64 bits
@@ -11,8 +11,8 @@ attributes. A back-end maps names to code. Kinds are one letter each:
 ``H W Q`` 16, 32, 64 bits that only move
 ======  ==================================  ======  ==================================
 
-Decoding is strict: modifiers are consumed in the order of the PTX ISA and one that is left over is an error, so
-an instruction is either modelled or refused.
+Decoding is strict: modifiers are consumed in the order of the PTX ISA and one that is left over is an
+error, so an instruction is either modelled or refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from fa4tune.emulator.parser import PtxError
 from fa4tune.emulator.ptx import Immediate, Instruction, Memory, Operand, Pair, Sink, Vector
 
 TYPE_KIND = {
-    "u16": "h", "b16": "h", "s16": "s", "u32": "u", "b32": "u", "s32": "i", "u64": "q", "b64": "q", "s64": "l",
+    "u16": "h", "b16": "h", "s16": "s", "u32": "u", "b32": "u", "s32": "i", "u64": "q", "b64": "q",
+    "s64": "l",
     "f32": "f", "f64": "d", "f32x2": "x", "f16": "F", "bf16": "G", "f16x2": "V", "bf16x2": "B", "pred": "p",
 }  # fmt: skip
 RAW_KIND = {

@@ -71,7 +71,7 @@ def _memory_modifiers(m: Modifiers) -> tuple[str, str, int, str]:
 
 
 def register_kind(operand: Operand, kind_name: str) -> str:
-    """The kind that a load or store uses for its registers: as wide as the register, moved without meaning."""
+    """The kind that a load or store uses for a register: as wide as the register, without meaning."""
     if kind_name in TYPE_KIND:
         return RAW_KIND[TYPE_KIND[kind_name]]
     return {"h": "H", "w": "W", "d": "Q"}[getattr(operand, "cls", "h")]  # 8-bit types in wider registers

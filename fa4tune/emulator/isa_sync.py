@@ -12,7 +12,8 @@ _SHARED = ("shared", "shared::cta", "shared::cluster")
 @opcode("mbarrier")
 def _mbarrier(ins: Instruction, m: Modifiers) -> Operation:
     name = m.need(
-        "init", "inval", "arrive", "arrive_drop", "expect_tx", "complete_tx", "test_wait", "try_wait", "pending_count"
+        "init", "inval", "arrive", "arrive_drop", "expect_tx", "complete_tx", "test_wait", "try_wait",
+        "pending_count"
     )  # fmt: skip
     if name in ("test_wait", "try_wait"):
         return _mbarrier_wait(ins, m, name)
@@ -104,7 +105,8 @@ def _fence(ins: Instruction, m: Modifiers) -> Operation:
     if m.take("proxy"):
         kind = m.need("async", "alias", "tensormap::generic", "async::generic")
         while m.rest:
-            m.need(*SCOPES, "acquire", "release", "sync_restrict::shared::cta", "sync_restrict::shared::cluster",
+            m.need(*SCOPES, "acquire", "release", "sync_restrict::shared::cta",
+            "sync_restrict::shared::cluster",
                    "global", "shared::cta", "shared::cluster")  # fmt: skip
         return system(ins, "fence", "fence", scope=f"proxy.{kind}")
     if m.take("mbarrier_init"):

@@ -3,8 +3,8 @@
 Every function is pure: it returns new arrays and never writes to its arguments, so that moves may alias. A
 float32 pair (``f32x2``) is an array of shape (2, lanes). Rounding is exact: sums through the error term of
 Knuth's TwoSum, products through float64 (which holds a product of two float32 exactly), fused multiply-adds
-through float64 rounded to odd where a double rounding could show. Approximate functions are computed in float64
-and rounded once, which is inside every error bound that the PTX ISA documents for them.
+through float64 rounded to odd where a double rounding could show. Approximate functions are computed in
+float64 and rounded once, which is inside every error bound that the PTX ISA documents for them.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def ftz(x: Array) -> Array:
 
 
 def two_sum_error(a: Array, b: Array, s: Array) -> Array:
-    """The exact ``a + b - s`` for ``s`` the rounded sum, in the arrays' own precision (Knuth, TAOCP 4.2.2)."""
+    """The exact ``a + b - s`` for the rounded sum ``s`` (Knuth, TAOCP 4.2.2)."""
     v = s - a
     return (a - (s - v)) + (b - v)
 
 
 def _direct(r: Array, low: Array, high: Array, mode: str) -> Array:
-    """Move a nearest result one step where it lies on the wrong side; ``low`` marks r below the exact value."""
+    """Move a nearest result one step from the wrong side; ``low`` marks r below the exact value."""
     inf = r.dtype.type(np.inf)
     if mode == "rm":
         return np.where(high, np.nextafter(r, -inf), r)
@@ -139,7 +139,7 @@ def fma_directed(mode: str) -> Callable[[Array, Array, Array], Array]:
 
 
 def f32_to_bf16(x: Array) -> Array:
-    """Float32 to bfloat16 bits (uint16), to nearest even; NaN becomes 0x7fff as the hardware's canonical NaN."""
+    """Float32 to bfloat16 bits (uint16), to nearest even; NaN becomes the canonical 0x7fff."""
     u = x.view(U4)
     r = ((u + (((u >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(U2)
     nan = x != x
@@ -204,8 +204,8 @@ def halves(x: Array) -> tuple[Array, Array]:
 def on_f32(kind: str, function: Callable[..., Array]) -> Callable[..., Array]:
     """A float32 function applied to float16 or bfloat16 operands, packed or not, rounded once at the end.
 
-    Right for add, sub, mul, min, max, abs, neg and the approximate functions: their float32 (or, for the first
-    three, at most 24-bit) result rounds to 16 bits as the exact one does, because 24 >= 2*11 + 2.
+    Right for add, sub, mul, min, max, abs, neg and the approximate functions: their float32 (or, for the
+    first three, at most 24-bit) result rounds to 16 bits as the exact one does, because 24 >= 2*11 + 2.
     """
     load, store = (f16_to_f32, f32_to_f16) if kind in "FV" else (bf16_to_f32, f32_to_bf16)
     if kind in "FG":
@@ -410,7 +410,7 @@ def bit_insert(a: Array, b: Array, pos: Array, length: Array) -> Array:
 
 
 def permute(a: Array, b: Array, selector: Array) -> Array:
-    """``prmt`` in its default mode: each selector nibble picks a byte of {b, a}; bit 3 replicates its sign."""
+    """``prmt``, default mode: a selector nibble picks a byte of {b, a}; its bit 3 replicates the sign."""
     source = np.empty((len(a), 8), np.uint8)
     source[:, :4] = np.ascontiguousarray(a).view(np.uint8).reshape(-1, 4)
     source[:, 4:] = np.ascontiguousarray(b).view(np.uint8).reshape(-1, 4)

@@ -26,7 +26,7 @@ from fa4tune.emulator.barriers import ClusterBarrier, MBarrier, NamedBarrier, Tr
 from fa4tune.emulator.blas import single_thread
 from fa4tune.emulator.codegen import SHARED_WINDOW, Compiler
 from fa4tune.emulator.counters import Counters, WarpCounters, collect
-from fa4tune.emulator.findings import Fault, Finding
+from fa4tune.emulator.findings import FaultError, Finding
 from fa4tune.emulator.lanes import Array
 from fa4tune.emulator.launch import Launch
 from fa4tune.emulator.memory import PARAM_WINDOW, RANK_SHIFT, SMEM_BASE, GlobalMemory, SharedMemory
@@ -99,7 +99,7 @@ class Cta:
         threads = int(np.prod(machine.launch.block))
         self.thread_count = threads
         per_thread = REGISTER_FILE // (max(threads, 32) * machine.entry.min_ctas) & ~7
-        self.initial_registers = min(per_thread, 256)
+        self.initial_registers: int = min(per_thread, 256)
         self.register_pool = 0
         self.register_waiters: list[Warp] = []
         self.warps: list[Warp] = []
@@ -109,7 +109,7 @@ class Cta:
         """The mbarrier at a shared offset; a fault where none was initialised."""
         found = self.mbarriers.get(offset)
         if found is None:
-            raise Fault(
+            raise FaultError(
                 "mbarrier", f"shared offset {offset} of CTA {self.label} holds no initialised mbarrier"
             )
         return found
@@ -136,13 +136,13 @@ class Cluster:
     def cta(self, rank: int) -> Cta:
         """A CTA by rank."""
         if rank >= self.size:
-            raise Fault("out-of-bounds", f"CTA rank {rank} of a cluster of {self.size}")
+            raise FaultError("out-of-bounds", f"CTA rank {rank} of a cluster of {self.size}")
         return self.ctas[rank]
 
     def mbarrier(self, address: int) -> MBarrier:
         """The mbarrier at a shared::cluster address."""
         if address & 7:
-            raise Fault("misaligned", f"an mbarrier at {address:#x}, no multiple of 8")
+            raise FaultError("misaligned", f"an mbarrier at {address:#x}, no multiple of 8")
         return self.cta(address >> RANK_SHIFT).mbarrier(address & (1 << RANK_SHIFT) - 1)
 
     def threads_left(self, warp: Warp, count: int) -> None:
@@ -186,7 +186,8 @@ class Machine:
             raise EmulationError(f"grid {launch.grid} is no multiple of the cluster {launch.cluster}")
         if self.entry.required_threads is not None and self.entry.required_threads != launch.block:
             raise EmulationError(
-                f"block {launch.block} differs from .reqntid {self.entry.required_threads} of {self.entry.name}"
+                f"block {launch.block} differs from .reqntid "
+                f"{self.entry.required_threads} of {self.entry.name}"
             )
 
     def _parameter_block(self) -> bytes:
@@ -282,7 +283,7 @@ class Machine:
                 return mapping[line]
         return None
 
-    def finding(self, error: Fault, warp: Warp | None) -> Finding:
+    def finding(self, error: FaultError, warp: Warp | None) -> Finding:
         """A fault as a finding, with its instruction."""
         instruction = self.locate(error)
         source = ""

@@ -1,7 +1,8 @@
 """Address spaces: bounded global buffers, shared memory of a CTA, generic windows.
 
-Shared memory starts at offset 1024 of a CTA's window (the first KiB belongs to the system) and an address holds
-the CTA's rank in its cluster in bits 24 and up. It is born as NaN bits, so that a read before a write shows.
+Shared memory starts at offset 1024 of a CTA's window (the first KiB belongs to the system) and an address
+holds the CTA's rank in its cluster in bits 24 and up. It is born as NaN bits, so that a read before a write
+shows.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fa4tune.emulator.codegen import LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW
-from fa4tune.emulator.findings import Fault
+from fa4tune.emulator.findings import FaultError
 from fa4tune.emulator.lanes import Array
 from fa4tune.emulator.launch import BufferRegion
 
@@ -22,8 +23,18 @@ RANK_SHIFT = 24
 PAGE_SHIFT = 10  #: shared memory is stamped in pages of 1 KiB, so that converted MMA operands can be kept
 POISON = 0xFF
 
-UNSIGNED = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8")}
-SIGNED = {1: np.dtype("i1"), 2: np.dtype("i2"), 4: np.dtype("i4"), 8: np.dtype("i8")}
+UNSIGNED: dict[int, np.dtype[Any]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("u2"),
+    4: np.dtype("u4"),
+    8: np.dtype("u8"),
+}
+SIGNED: dict[int, np.dtype[Any]] = {
+    1: np.dtype("i1"),
+    2: np.dtype("i2"),
+    4: np.dtype("i4"),
+    8: np.dtype("i8"),
+}
 
 
 class GlobalMemory:
@@ -35,22 +46,24 @@ class GlobalMemory:
         self.views: list[dict[int, Array]] = [{1: b.array} for b in self.regions]
 
     def find(self, address: int, nbytes: int, write: bool) -> tuple[int, int]:
-        """Index of the region that holds the bytes and their offset in it; a :class:`Fault` if none does."""
+        """Index of the region that holds the bytes, and their offset; a :class:`FaultError` if none."""
         i = bisect_right(self.starts, address) - 1
         if i >= 0:
             region = self.regions[i]
             offset = address - region.address
             if offset + nbytes <= region.nbytes:
                 if write and not region.writable:
-                    raise Fault("read-only", f"a store of {nbytes} bytes at offset {offset} of {region.name}")
+                    raise FaultError(
+                        "read-only", f"a store of {nbytes} bytes at offset {offset} of {region.name}"
+                    )
                 return i, offset
             if offset < region.nbytes + (1 << 20):
-                raise Fault(
+                raise FaultError(
                     "out-of-bounds",
                     f"global access of {nbytes} bytes at offset {offset} of {region.name}, "
                     f"which has {region.nbytes}",
                 )
-        raise Fault(
+        raise FaultError(
             "out-of-bounds",
             f"global access of {nbytes} bytes at {address:#x}, which is in no buffer of the launch",
         )
@@ -62,7 +75,9 @@ class GlobalMemory:
         if found is None:
             region = self.regions[index]
             if region.address % size:
-                raise Fault("misaligned", f"{region.name} lies at {region.address:#x}, no multiple of {size}")
+                raise FaultError(
+                    "misaligned", f"{region.name} lies at {region.address:#x}, no multiple of {size}"
+                )
             found = region.array[: region.nbytes // size * size].view(UNSIGNED[size])
             views[size] = found
         return found
@@ -94,7 +109,7 @@ def require_aligned(addresses: Array, size: int) -> None:
     """Refuse addresses that are no multiple of ``size``, a power of two."""
     if int(np.bitwise_or.reduce(addresses)) & (size - 1):
         bad = next(a for a in addresses.tolist() if a & (size - 1))
-        raise Fault("misaligned", f"an access of {size} bytes at {bad:#x}")
+        raise FaultError("misaligned", f"an access of {size} bytes at {bad:#x}")
 
 
 class SharedMemory:
@@ -109,10 +124,10 @@ class SharedMemory:
         self.stamps = np.zeros((padded >> PAGE_SHIFT) + 2, np.int64)
 
     def check(self, offset: int, nbytes: int, what: str) -> int:
-        """Index of an offset of the window into :attr:`bytes`; a :class:`Fault` if it leaves the CTA's memory."""
+        """Index into :attr:`bytes` of a window offset; a :class:`FaultError` outside of the memory."""
         start = offset - SMEM_BASE
         if start < 0 or start + nbytes > self.nbytes:
-            raise Fault(
+            raise FaultError(
                 "out-of-bounds",
                 f"{what} of {nbytes} bytes at shared offset {offset}: the CTA has {self.nbytes} bytes from "
                 f"{SMEM_BASE} on",

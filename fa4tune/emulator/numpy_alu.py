@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -136,12 +136,14 @@ def _minmax(operation: Operation, parts: list[str]) -> Function:
     else:
         base = np.fmax if largest else np.fmin
     if "xorsign" in parts:
-        plain = base
+        plain: Function = base
 
-        def base(a: Array, b: Array) -> Array:
+        def signed(a: Array, b: Array) -> Array:
             sign = np.signbit(a) ^ np.signbit(b)
             r = plain(np.abs(a), np.abs(b))
             return np.where(sign, -r, r)
+
+        base = signed
 
     function = base
     if parts[0].endswith("3"):
@@ -186,7 +188,8 @@ def _convert(operation: Operation, parts: list[str]) -> Function:
     integers |= {"s32": np.int32, "u64": np.uint64, "s64": np.int64}
     floats16 = {"f16": "F", "bf16": "G", "f16x2": "V", "bf16x2": "B"}
     if to in integers and of in integers:
-        source, target = np.dtype(integers[of]), np.dtype(integers[to])
+        source: Any = np.dtype(integers[of])
+        target: Any = np.dtype(integers[to])
         register = KIND_DTYPE[operation.dst_kinds]
         if "sat" in flags:
             info = np.iinfo(target)
@@ -360,7 +363,7 @@ def _refuse(operation: Operation) -> Function:
     raise unsupported(operation.instruction, f"({operation.op}) is not modelled")
 
 
-@lru_cache(maxsize=None)
+@cache
 def constant(kind: str, bits: int, n: int = 32) -> Array:
     """A vector of one literal, given by its bits, in the type of ``kind``."""
     dtype = KIND_DTYPE[kind]

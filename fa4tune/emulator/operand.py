@@ -1,9 +1,9 @@
 """Matrix operands in shared memory: descriptors, swizzles, and the conversion to float32.
 
-One element is 16 bits here. A descriptor gives a start address and two strides; the swizzle moves 16-byte chunks
-by bits of the absolute address, the same function for TMA and for matrix operations: chunk number c becomes
-``c ^ (c >> 3 & mask)`` with mask 7, 3 or 1 for 128, 64 or 32 bytes. Layouts are those of the canonical forms in
-CUTLASS's ``mma_sm100_desc.hpp`` and ``mma_traits_sm90_gmma.hpp``.
+One element is 16 bits here. A descriptor gives a start address and two strides; the swizzle moves 16-byte
+chunks by bits of the absolute address, the same function for TMA and for matrix operations: chunk number c
+becomes ``c ^ (c >> 3 & mask)`` with mask 7, 3 or 1 for 128, 64 or 32 bytes. Layouts are those of the
+canonical forms in CUTLASS's ``mma_sm100_desc.hpp`` and ``mma_traits_sm90_gmma.hpp``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fa4tune.emulator import lanes
-from fa4tune.emulator.findings import Fault
+from fa4tune.emulator.findings import FaultError
 from fa4tune.emulator.lanes import Array
 from fa4tune.emulator.memory import SMEM_BASE
 
@@ -35,7 +35,9 @@ class MatrixDescriptor:
 def decode_sm90(bits: int) -> MatrixDescriptor:
     """A wgmma descriptor: swizzle code in bits 62-63 (1 is 128, 2 is 64, 3 is 32 bytes)."""
     if bits >> 49 & 7:
-        raise Fault("descriptor", f"matrix descriptor {bits:#x} has a base offset, which is not modelled")
+        raise FaultError(
+            "descriptor", f"matrix descriptor {bits:#x} has a base offset, which is not modelled"
+        )
     swizzle = {0: 0, 1: 128, 2: 64, 3: 32}[bits >> 62]
     return MatrixDescriptor(
         (bits & 0x3FFF) << 4, (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4, swizzle
@@ -43,12 +45,12 @@ def decode_sm90(bits: int) -> MatrixDescriptor:
 
 
 def decode_sm100(bits: int) -> MatrixDescriptor:
-    """A tcgen05 descriptor: version 1 at bit 46, swizzle code in bits 61-63 (2 is 128, 4 is 64, 6 is 32 bytes)."""
+    """A tcgen05 descriptor: version 1 at bit 46, swizzle in bits 61-63 (2: 128, 4: 64, 6: 32 bytes)."""
     code = bits >> 61
     if bits >> 46 & 3 != 1 or code not in (0, 2, 4, 6):
-        raise Fault("descriptor", f"{bits:#x} is no matrix descriptor of this architecture")
+        raise FaultError("descriptor", f"{bits:#x} is no matrix descriptor of this architecture")
     if bits >> 49 & 7 or bits >> 52 & 1:
-        raise Fault(
+        raise FaultError(
             "descriptor", f"matrix descriptor {bits:#x} has a base offset or an absolute leading dimension"
         )
     swizzle = {0: 0, 2: 128, 4: 64, 6: 32}[code]
@@ -69,7 +71,8 @@ def element_offsets(
 ) -> tuple[Array, int, int]:
     """Where the elements of a rows x depth operand lie: 16-bit word numbers relative to ``start - phase``.
 
-    ``phase`` is the start address modulo 1024, the period of the swizzle. Returns (words, lowest byte, end byte).
+    ``phase`` is the start address modulo 1024, the period of the swizzle. Returns (words, lowest byte, end
+    byte).
     """
     r = np.arange(rows)[:, None]
     k = np.arange(depth)[None, :]
@@ -109,7 +112,7 @@ def load_operand(cta: Any, d: MatrixDescriptor, rows: int, depth: int, mn_major:
         return matrix
     view = cta.smem.views[2][(base - SMEM_BASE) // 2 :] if base >= SMEM_BASE else None
     if view is None:
-        raise Fault("out-of-bounds", f"a matrix operand starts at shared offset {d.start}")
+        raise FaultError("out-of-bounds", f"a matrix operand starts at shared offset {d.start}")
     matrix = to_float32(view[words], bf16)
     if len(cta.operands) > 512:
         cta.operands.clear()

@@ -36,7 +36,7 @@ REGISTER_CLASS = {
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """A declared register; ``index`` is unique in its entry, ``cls`` is p, h (16), w (32), d (64) or o (128)."""
+    """A register; ``index`` is unique in its entry, ``cls`` is p, h (16), w (32), d (64) or o (128)."""
 
     index: int
     name: str
@@ -111,7 +111,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A branch target; ``name`` is unique in its entry (a suffix tells the scopes of inline assembly apart)."""
+    """A branch target; ``name`` is unique in its entry (a suffix tells inline-assembly scopes apart)."""
 
     name: str
 

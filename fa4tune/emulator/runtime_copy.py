@@ -11,7 +11,7 @@ from fa4tune.emulator import tensor_map
 from fa4tune.emulator.asynchronous import Pending, perform
 from fa4tune.emulator.barriers import MBarrier
 from fa4tune.emulator.codegen import RuntimeFunction, runtime
-from fa4tune.emulator.findings import Fault
+from fa4tune.emulator.findings import FaultError
 from fa4tune.emulator.isa import Operation
 from fa4tune.emulator.lanes import U8, Array
 from fa4tune.emulator.memory import RANK_SHIFT, SHARED_WINDOW, SMEM_BASE, UNSIGNED
@@ -25,7 +25,7 @@ def tensor_map_at(w: Any, address: int) -> tensor_map.TensorMap:
     found = w.machine.tensor_maps.get(raw)
     if found is None:
         found = w.machine.tensor_maps[raw] = tensor_map.decode(raw)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def complete(w: Any, bar: MBarrier, nbytes: int) -> None:
@@ -38,7 +38,7 @@ def ranks_of(mask: int, size: int) -> list[int]:
     """CTA ranks of a multicast mask."""
     ranks = [r for r in range(16) if mask >> r & 1]
     if not ranks or ranks[-1] >= size:
-        raise Fault("out-of-bounds", f"multicast to CTA mask {mask:#x} of a cluster of {size}")
+        raise FaultError("out-of-bounds", f"multicast to CTA mask {mask:#x} of a cluster of {size}")
     return ranks
 
 
@@ -63,7 +63,7 @@ def _tma_load(operation: Operation) -> RuntimeFunction:
     def _issue(w: Any, values: list[int]) -> None:
         tmap = tensor_map_at(w, values[1])
         if len(tmap.box) != rank:
-            raise Fault("descriptor", f"a {rank}d copy with a tensor map of {len(tmap.box)} dimensions")
+            raise FaultError("descriptor", f"a {rank}d copy with a tensor map of {len(tmap.box)} dimensions")
         coordinates = tuple(values[2 : 2 + rank])
         shared = values[0] + offset
         barrier = values[2 + rank] + bar_offset
@@ -75,7 +75,7 @@ def _tma_load(operation: Operation) -> RuntimeFunction:
         else:
             targets = [owner]
             if group == 1 and bar_owner != owner:
-                raise Fault(
+                raise FaultError(
                     "mbarrier", "a tensor copy signals an mbarrier of another CTA without cta_group::2"
                 )
         signals: list[tuple[Any, MBarrier]] = []
@@ -126,11 +126,11 @@ def _tma_store(operation: Operation) -> RuntimeFunction:
     def _issue(w: Any, lane: int, values: list[int]) -> None:
         tmap = tensor_map_at(w, values[1])
         if len(tmap.box) != rank:
-            raise Fault("descriptor", f"a {rank}d copy with a tensor map of {len(tmap.box)} dimensions")
+            raise FaultError("descriptor", f"a {rank}d copy with a tensor map of {len(tmap.box)} dimensions")
         coordinates = tuple(values[2 : 2 + rank])
         shared = values[0] + offset
         if shared >> RANK_SHIFT != w.cta.rank:
-            raise Fault("out-of-bounds", "a tensor store reads another CTA's shared memory")
+            raise FaultError("out-of-bounds", "a tensor store reads another CTA's shared memory")
         w.count_bytes("tma_write" if reduction is None else "tma_reduce", tmap.box_bytes)
 
         def run() -> None:
@@ -197,7 +197,7 @@ def _bulk_copy(operation: Operation) -> RuntimeFunction:
     def _issue(w: Any, lane: int, values: list[int]) -> None:
         dst, src, nbytes = values[0] + dst_offset, values[1] + src_offset, values[2]
         if (dst | src | nbytes) & 15:
-            raise Fault(
+            raise FaultError(
                 "misaligned", f"a bulk copy of {nbytes} bytes from {src:#x} to {dst:#x}, not 16-byte aligned"
             )
         if nbytes == 0:
@@ -218,9 +218,9 @@ def _bulk_copy(operation: Operation) -> RuntimeFunction:
 
         def read() -> Array:
             if of == "global":
-                return w.machine.memory.bytes_at(src, nbytes)  # type: ignore[no-any-return]
+                return w.machine.memory.bytes_at(src, nbytes)
             cta, start = _resolve_bulk(w, src, nbytes, False)
-            return cta.smem.bytes[start : start + nbytes]  # type: ignore[no-any-return]
+            return cta.smem.bytes[start : start + nbytes]
 
         def put(old: Array, data: Array) -> None:
             if reduction is None:
@@ -272,7 +272,9 @@ def _cp_async(operation: Operation) -> RuntimeFunction:
                 if n:
                     data[:n] = w.machine.memory.bytes_at(origin, n)
                 if target % size or (n and origin % size):
-                    raise Fault("misaligned", f"cp.async of {size} bytes from {origin:#x} to {target:#x}")
+                    raise FaultError(
+                        "misaligned", f"cp.async of {size} bytes from {origin:#x} to {target:#x}"
+                    )
                 start = w.cta.smem.check(target & OFFSET_MASK, size, "cp.async")
                 w.cta.smem.bytes[start : start + size] = data
                 w.cta.smem.touch(start, size, w.machine.tick())
@@ -351,7 +353,7 @@ def _st_async(operation: Operation) -> RuntimeFunction:
             n = size * len(values)
             start = cta.smem.check(at & OFFSET_MASK, n, "st.async")
             if at % n:
-                raise Fault("misaligned", f"st.async of {n} bytes at {at:#x}")
+                raise FaultError("misaligned", f"st.async of {n} bytes at {at:#x}")
             data = np.array([int(v[lane]) for v in values], UNSIGNED[size])
             w.count_bytes("dsmem_write", n)
 

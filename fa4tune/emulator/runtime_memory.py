@@ -8,7 +8,7 @@ import numpy as np
 
 from fa4tune.emulator import lanes
 from fa4tune.emulator.codegen import PARAM_WINDOW, SHARED_WINDOW, RuntimeFunction, runtime
-from fa4tune.emulator.findings import Fault
+from fa4tune.emulator.findings import FaultError
 from fa4tune.emulator.isa import Operation, unsupported
 from fa4tune.emulator.lanes import F4, U2, U4, U8, Array
 from fa4tune.emulator.memory import (
@@ -70,7 +70,7 @@ def _ld_param(operation: Operation) -> RuntimeFunction:
         for j in range(count):
             at = first + j * size
             if at + size > len(block):
-                raise Fault("out-of-bounds", f"parameter bytes {at}..{at + size} of {len(block)}")
+                raise FaultError("out-of-bounds", f"parameter bytes {at}..{at + size} of {len(block)}")
             word = (
                 np.frombuffer(block, UNSIGNED[size], 1, at)
                 if at % size == 0
@@ -120,7 +120,7 @@ def shared_groups(w: Any, addresses: Array, cluster: bool) -> list[tuple[Any, Ar
     out = []
     for r, which in found:
         if r != w.cta.rank and not cluster:
-            raise Fault(
+            raise FaultError(
                 "out-of-bounds",
                 f"shared::cta access at {int(addresses[which].ravel()[0]):#x}, which belongs to CTA rank {r}",
             )
@@ -243,7 +243,7 @@ def _st(operation: Operation) -> RuntimeFunction:
     return store
 
 
-_ATOMIC_INT = {
+_ATOMIC_INT: dict[str, Any] = {
     "add": lambda old, x: old + x,
     "min": min,
     "max": max,
@@ -301,7 +301,7 @@ def _float_combine(operation: str, a: Any, b: Any) -> Any:
         return np.fmin(a, b)
     if operation == "max":
         return np.fmax(a, b)
-    raise Fault("unsupported", f"a float atomic .{operation}")
+    raise FaultError("unsupported", f"a float atomic .{operation}")
 
 
 _ATOMIC_DTYPE = {"u": U4, "i": np.dtype("i4"), "f": F4, "q": U8, "l": np.dtype("i8"), "d": np.dtype("f8")}
@@ -342,7 +342,7 @@ def _atom(operation: Operation) -> RuntimeFunction:
 
 def _matrix_rows(w: Any, m: Array | None, base: Array, offset: int, count: int) -> tuple[Any, Array]:
     if m is not None:
-        raise Fault("partial-mask", "a matrix move with idle lanes")
+        raise FaultError("partial-mask", "a matrix move with idle lanes")
     addresses = base[: 8 * count] + np.uint32(offset & 0xFFFFFFFF)
     groups = shared_groups(w, addresses, False)
     cta, offsets, _ = groups[0]
@@ -389,7 +389,7 @@ def _stmatrix(operation: Operation) -> RuntimeFunction:
 def _movmatrix(operation: Operation) -> RuntimeFunction:
     def move(w: Any, m: Array | None, a: Array) -> Array:
         if m is not None:
-            raise Fault("partial-mask", "movmatrix with idle lanes")
+            raise FaultError("partial-mask", "movmatrix with idle lanes")
         halves = np.ascontiguousarray(a).view(U2).reshape(8, 8)
         return np.ascontiguousarray(halves.T).view(U4).reshape(32)
 
@@ -400,14 +400,14 @@ def _movmatrix(operation: Operation) -> RuntimeFunction:
 def _mapa(operation: Operation) -> RuntimeFunction:
     generic = operation.dst_kinds == "q"
     base = np.uint64(SHARED_WINDOW) if generic else np.uint32(0)
-    kind = np.uint64 if generic else np.uint32
+    kind: Any = np.uint64 if generic else np.uint32
 
     def function(w: Any, m: Array | None, a: Array, rank: Array) -> Array:
         offset = (a - base) & kind((1 << RANK_SHIFT) - 1)
         ranks = rank.astype(a.dtype)
         live = ranks if m is None else ranks[m]
         if int(live.max()) >= w.cluster.size:
-            raise Fault(
+            raise FaultError(
                 "out-of-bounds", f"mapa to CTA rank {int(live.max())} of a cluster of {w.cluster.size}"
             )
         return base + ((ranks << kind(RANK_SHIFT)) | offset)

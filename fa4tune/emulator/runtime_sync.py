@@ -8,7 +8,7 @@ import numpy as np
 
 from fa4tune.emulator.barriers import MBarrier, NamedBarrier, TraceEvent
 from fa4tune.emulator.codegen import SHARED_WINDOW, RuntimeFunction, runtime
-from fa4tune.emulator.findings import Fault
+from fa4tune.emulator.findings import FaultError
 from fa4tune.emulator.isa import Operation
 from fa4tune.emulator.lanes import F4, U4, U8, Array
 from fa4tune.emulator.memory import RANK_SHIFT
@@ -35,7 +35,7 @@ def uniform(m: Array | None, a: Array, what: str) -> int:
     live = a if m is None else a[m]
     first = live[0]
     if (live != first).any():
-        raise Fault("not-uniform", f"{what} differs between the lanes of a warp")
+        raise FaultError("not-uniform", f"{what} differs between the lanes of a warp")
     return int(first)
 
 
@@ -64,15 +64,15 @@ def _init(operation: Operation) -> RuntimeFunction:
         for lane in active_list(m):
             at = int(addresses[lane])
             if at & 7:
-                raise Fault("misaligned", f"mbarrier.init at {at:#x}, no multiple of 8")
+                raise FaultError("misaligned", f"mbarrier.init at {at:#x}, no multiple of 8")
             cta = w.cluster.cta(at >> RANK_SHIFT)
             if cta is not w.cta:
-                raise Fault("mbarrier", "mbarrier.init on another CTA's shared memory")
+                raise FaultError("mbarrier", "mbarrier.init on another CTA's shared memory")
             where = at & OFFSET_MASK
             cta.smem.check(where, 8, "mbarrier.init")
             old = cta.mbarriers.get(where)
             if old is not None and (old.waiters or old.pending != old.count or old.tx):
-                raise Fault("mbarrier-reuse", f"initialised again while in use ({old.describe()})")
+                raise FaultError("mbarrier-reuse", f"initialised again while in use ({old.describe()})")
             bar = cta.mbarriers[where] = MBarrier(cta, where, int(count[lane]))
             note(w, "init", bar, 0, bar.count)
         w.machine.progress += 1
@@ -178,7 +178,7 @@ def _wait(operation: Operation) -> RuntimeFunction:
 def _named(w: Any, m: Array | None, number: Array, count: Array | None) -> tuple[NamedBarrier, int]:
     index = uniform(m, number, "a barrier's number")
     if not 0 <= index < 16:
-        raise Fault("barrier", f"barrier number {index} is not in 0..15")
+        raise FaultError("barrier", f"barrier number {index} is not in 0..15")
     bar = w.cta.named.get(index)
     if bar is None:
         bar = w.cta.named[index] = NamedBarrier(index)
@@ -340,7 +340,7 @@ def _elect(operation: Operation) -> RuntimeFunction:
         if m is None:
             return (zero, _ELECTED) if with_lane else _ELECTED
         lane = int(m.argmax())
-        chosen = _LANES == lane
+        chosen = lane == _LANES
         return (np.full(32, lane, U4), chosen) if with_lane else chosen
 
     return elect
@@ -400,7 +400,7 @@ def _setmaxnreg(operation: Operation) -> RuntimeFunction:
         cta = w.cta
         if increase:
             if count < w.register_count:
-                raise Fault("setmaxnreg", f".inc to {count} registers from {w.register_count}")
+                raise FaultError("setmaxnreg", f".inc to {count} registers from {w.register_count}")
             if count - w.register_count > cta.register_pool:
                 cta.register_waiters.append(w)
                 w.block(_RegisterPool(cta, count))
@@ -409,7 +409,7 @@ def _setmaxnreg(operation: Operation) -> RuntimeFunction:
             w.register_count = count
             return True
         if count > w.register_count:
-            raise Fault("setmaxnreg", f".dec to {count} registers from {w.register_count}")
+            raise FaultError("setmaxnreg", f".dec to {count} registers from {w.register_count}")
         cta.register_pool += w.register_count - count
         w.register_count = count
         waiters, cta.register_waiters = cta.register_waiters, []
@@ -435,6 +435,6 @@ def _zero64(operation: Operation) -> RuntimeFunction:
 @runtime("trap", "brkpt")
 def _trap(operation: Operation) -> RuntimeFunction:
     def trap(w: Any, m: Array | None) -> None:
-        raise Fault("trap", f"the kernel executed {operation.op}")
+        raise FaultError("trap", f"the kernel executed {operation.op}")
 
     return trap

@@ -2,8 +2,8 @@
 
 Matrix operations are queued in order of issue per issuing CTA and performed at a commit (late: when somebody
 needs it); those on the same accumulator become one matrix product. Instruction descriptor (CUTLASS
-``mma_sm100_desc.hpp``): C format in bits 4-5, A in 7-9, B in 10-12, negations 13-14, MN-major A and B 15-16, N/8
-from bit 17, M/16 from bit 24; M and N are those of the pair for ``cta_group::2``.
+``mma_sm100_desc.hpp``): C format in bits 4-5, A in 7-9, B in 10-12, negations 13-14, MN-major A and B
+15-16, N/8 from bit 17, M/16 from bit 24; M and N are those of the pair for ``cta_group::2``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fa4tune.emulator import operand
 from fa4tune.emulator.asynchronous import Pending, perform
 from fa4tune.emulator.barriers import MBarrier
 from fa4tune.emulator.codegen import RuntimeFunction, runtime
-from fa4tune.emulator.findings import Fault
+from fa4tune.emulator.findings import FaultError
 from fa4tune.emulator.isa import Operation
 from fa4tune.emulator.lanes import F4, U2, U4, Array
 from fa4tune.emulator.memory import RANK_SHIFT
@@ -41,12 +41,15 @@ class InstructionDescriptor:
 
 
 def decode_instruction(bits: int) -> InstructionDescriptor:
-    """Decode; a :class:`Fault` for formats or shapes outside of the model."""
+    """Decode; a :class:`FaultError` for formats or shapes outside of the model."""
     c, a, b = bits >> 4 & 3, bits >> 7 & 7, bits >> 10 & 7
     if bits & 0xF or c != 1 or a > 1 or b > 1:
-        raise Fault("descriptor", f"instruction descriptor {bits:#x}: only f16 or bf16 into f32 is modelled")
+        raise FaultError(
+            "descriptor", f"instruction descriptor {bits:#x}: only f16 or bf16 into f32 is modelled"
+        )
     return InstructionDescriptor(
-        (bits >> 24 & 31) * 16, (bits >> 17 & 63) * 8, a == 1, b == 1, bool(bits >> 13 & 1), bool(bits >> 14 & 1),
+        (bits >> 24 & 31) * 16, (bits >> 17 & 63) * 8, a == 1, b == 1, bool(bits >> 13 & 1),
+        bool(bits >> 14 & 1),
         bool(bits >> 15 & 1), bool(bits >> 16 & 1),
     )  # fmt: skip
 
@@ -105,9 +108,9 @@ def _check(w: Any, item: _Mma) -> None:
     ok_m = (64, 128) if item.group == 1 else (128, 256)
     step = 8 if d.m == 64 else 16 if item.group == 1 else 32
     if d.m not in ok_m or d.n % step or not 0 < d.n <= 256:
-        raise Fault("descriptor", f"a matrix shape {d.m} x {d.n} with cta_group::{item.group}")
+        raise FaultError("descriptor", f"a matrix shape {d.m} x {d.n} with cta_group::{item.group}")
     if item.group == 2 and (w.cta.rank & 1 or w.cluster.size < 2):
-        raise Fault(
+        raise FaultError(
             "descriptor", f"cta_group::2 issued by CTA rank {w.cta.rank} of a cluster of {w.cluster.size}"
         )
 
@@ -167,7 +170,7 @@ def _a_from_tmem(cta: Any, address: int, rows: int, bf16: bool) -> Array:
     """A rows x 16 operand from tensor memory: two 16-bit values a column."""
     column, lane = address & 0xFFFF, address >> 16
     if rows != 128 or lane:
-        raise Fault("unsupported", f"A in TMEM with {rows} rows at lane {lane}")
+        raise FaultError("unsupported", f"A in TMEM with {rows} rows at lane {lane}")
     cta.tmem.check(column, 8, "operand A")
     words = np.ascontiguousarray(cta.tmem.data[column : column + 8, :rows].T)
     return operand.to_float32(words.view(U2), bf16)
@@ -191,12 +194,12 @@ def _accumulate(cta: Any, item: _Mma, product: Array) -> None:
     cta.tmem.check(column, n, "accumulator D")
     if rows == 64:  # layout F: 16 rows in the first half of each quarter
         if lane not in (0, 16):
-            raise Fault("unsupported", f"an accumulator of 64 rows at lane {lane}")
+            raise FaultError("unsupported", f"an accumulator of 64 rows at lane {lane}")
         lanes = (np.arange(64) // 16) * 32 + np.arange(64) % 16 + lane
         _write(data, item, column, product, lanes)
         return
     if lane:
-        raise Fault("unsupported", f"an accumulator of 128 rows at lane {lane}")
+        raise FaultError("unsupported", f"an accumulator of 128 rows at lane {lane}")
     _write(data, item, column, product, slice(0, 128))
 
 
@@ -248,7 +251,7 @@ def _alloc(operation: Operation) -> RuntimeFunction:
 
     def alloc(w: Any, m: Array | None, base: Array, columns: Array) -> Any:
         if m is not None:
-            raise Fault("partial-mask", "tcgen05.alloc with idle lanes")
+            raise FaultError("partial-mask", "tcgen05.alloc with idle lanes")
         first = w.cta.tmem.allocate(uniform(None, columns, "a number of columns"))
         if first is None:
             w.cta.tmem.waiters.append(w)
@@ -301,13 +304,15 @@ def _region(
 ) -> tuple[int, int]:
     """(column, first lane) of a warp's access, checked against what the warp may reach."""
     if m is not None:
-        raise Fault("partial-mask", f"{what} with idle lanes")
+        raise FaultError("partial-mask", f"{what} with idle lanes")
     address = uniform(None, base, "a TMEM address") + offset
     column, lane = address & 0xFFFF, address >> 16
     quarter = 32 * (w.index % 4)
     rows = 32 if shape == "32x32b" else 16
     if not quarter <= lane <= quarter + 32 - rows:
-        raise Fault("tmem", f"{what} at lane {lane}: warp {w.index} reaches lanes {quarter}..{quarter + 31}")
+        raise FaultError(
+            "tmem", f"{what} at lane {lane}: warp {w.index} reaches lanes {quarter}..{quarter + 31}"
+        )
     w.cta.tmem.check(column, count, what)
     return column, lane
 
@@ -319,8 +324,8 @@ _SHAPES = {"32x32b": (1, 1), "16x64b": (2, 1), "16x128b": (4, 2), "16x256b": (8,
 def _matrix_fragment(shape: str, repeat: int) -> tuple[Array, Array]:
     """Row and column of register j of lane t, shape (registers, 32), for the 16-row shapes.
 
-    The 16-row shapes hold the fragments of 8x8 tiles (PTX ISA, tcgen05 matrix fragments): lane t has row t/4 and
-    column t%4 of a tile of 4 (16x64b: rows 0-7 in the first register's even half).
+    The 16-row shapes hold the fragments of 8x8 tiles (PTX ISA, tcgen05 matrix fragments): lane t has row
+    t/4 and column t%4 of a tile of 4 (16x64b: rows 0-7 in the first register's even half).
     """
     columns, registers = _SHAPES[shape]
     t = np.arange(32)

@@ -4,8 +4,9 @@ Each warp of a warpgroup computes its own 16 rows. An instruction is recorded wh
 when its group is committed (eagerly) or waited for (late); instructions of one group on the same accumulators
 become one matrix product.
 
-Accumulator j of lane t: row ``t/4 + 8*((j/2)%2)``, column ``2*(t%4) + j%2 + 8*(j/4)``. A from registers: word j
-has row ``t/4 + 8*(j%2)``, k ``2*(t%4) + 8*(j/2)`` and the next one (PTX ISA, register fragments for wgmma).
+Accumulator j of lane t: row ``t/4 + 8*((j/2)%2)``, column ``2*(t%4) + j%2 + 8*(j/4)``. A from registers:
+word j has row ``t/4 + 8*(j%2)``, k ``2*(t%4) + 8*(j/2)`` and the next one (PTX ISA, register fragments for
+wgmma).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 
 from fa4tune.emulator import operand
 from fa4tune.emulator.codegen import RuntimeFunction, runtime
-from fa4tune.emulator.findings import Fault
+from fa4tune.emulator.findings import FaultError
 from fa4tune.emulator.isa import Operation
 from fa4tune.emulator.lanes import F4, U2, U4, Array
 from fa4tune.emulator.ptx import Register
@@ -39,7 +40,7 @@ def _mma(operation: Operation) -> RuntimeFunction:
     n = attrs["n"]
     accumulators = tuple(d.index for d in operation.dst if isinstance(d, Register))
     if len(accumulators) != n // 2:
-        raise Fault("unsupported", "wgmma accumulators that are no registers")
+        raise FaultError("unsupported", "wgmma accumulators that are no registers")
     a_registers = tuple(s.index for s in operation.src[:4] if isinstance(s, Register))
     from_registers = attrs["from_registers"]
     kind = f"wgmma.{'RS' if from_registers else 'SS'}"
@@ -47,7 +48,7 @@ def _mma(operation: Operation) -> RuntimeFunction:
 
     def mma(w: Any, m: Array | None, *sources: Array) -> None:
         if m is not None:
-            raise Fault("partial-mask", "wgmma with idle lanes")
+            raise FaultError("partial-mask", "wgmma with idle lanes")
         b = uniform(None, sources[-2], "a wgmma descriptor")
         a: Any = a_registers if from_registers else uniform(None, sources[0], "a wgmma descriptor")
         scale = sources[-1]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fa4tune.emulator.asynchronous import perform
 from fa4tune.emulator.barriers import MBarrier
-from fa4tune.emulator.findings import Fault, Finding
+from fa4tune.emulator.findings import FaultError, Finding
 from fa4tune.emulator.warp import BLOCKED, DONE, READY, Warp
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def run_cluster(cluster: Cluster) -> bool:
                 else:
                     stalled += 1
                     if stalled > STALL_SLICES and not cluster.units.force(rng):
-                        raise Fault("livelock", "warps run without any effect", tuple(_report(cluster)))
+                        raise FaultError("livelock", "warps run without any effect", tuple(_report(cluster)))
                 continue
             warp = None
             if all(w.state == DONE for w in cluster.warps):
@@ -48,10 +48,11 @@ def run_cluster(cluster: Cluster) -> bool:
             if cluster.units.force(rng):
                 timeouts = 0
                 continue
-            # A try_wait may return false at any time: a consumer that only peeks must go on to its other work.
+            # A try_wait may return false at any time: a consumer that only peeks must go on to its other
+            # work.
             peekers = [w for w in cluster.warps if w.state == BLOCKED and isinstance(w.waiting, MBarrier)]
             if not peekers or timeouts > 1:
-                raise Fault("deadlock", _summary(cluster), tuple(_report(cluster)))
+                raise FaultError("deadlock", _summary(cluster), tuple(_report(cluster)))
             mark = machine.progress
             for w in peekers:
                 if w.state == BLOCKED:
@@ -59,7 +60,7 @@ def run_cluster(cluster: Cluster) -> bool:
             _drain(cluster)
             timeouts = 0 if machine.progress != mark else timeouts + 1
         _finish(cluster)
-    except Fault as error:
+    except FaultError as error:
         machine.findings.append(machine.finding(error, warp))
         machine.current = (None, None)
         return False
@@ -94,7 +95,7 @@ def _drain(cluster: Cluster) -> None:
         warp = cluster.ready.popleft()
         try:
             warp.run(EAGER_FUEL)
-        except Fault as error:
+        except FaultError as error:
             machine.locate(error)
             raise
         if warp.state == READY:
@@ -172,4 +173,4 @@ def _finish(cluster: Cluster) -> None:
     for cta in cluster.ctas:
         left = cta.tmem.allocated()
         if left:
-            raise Fault("tmem-leak", f"CTA {cta.label} exits with TMEM columns {left} allocated")
+            raise FaultError("tmem-leak", f"CTA {cta.label} exits with TMEM columns {left} allocated")

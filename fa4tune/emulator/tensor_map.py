@@ -1,9 +1,9 @@
 """TMA descriptors (``CUtensorMap``) and the copies that they describe.
 
-The fields were found by varying shapes and encoding: word 0-1 the address; word 2 bits 4-6 rank - 1, 7-10 element
-type, 11-12 interleave, 13-14 swizzle; words 3-6 strides >> 4 of dimensions 1-4 and word 7 their bits 32-35;
-words 8-12 sizes - 1; word 13 bits 24-31 and the bytes of word 14 the box sizes - 1. The other 64 bytes are not
-read.
+The fields were found by varying shapes and encoding: word 0-1 the address; word 2 bits 4-6 rank - 1, 7-10
+element type, 11-12 interleave, 13-14 swizzle; words 3-6 strides >> 4 of dimensions 1-4 and word 7 their
+bits 32-35; words 8-12 sizes - 1; word 13 bits 24-31 and the bytes of word 14 the box sizes - 1. The other
+64 bytes are not read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fa4tune.emulator import lanes
-from fa4tune.emulator.findings import Fault
+from fa4tune.emulator.findings import FaultError
 from fa4tune.emulator.lanes import Array
 from fa4tune.emulator.memory import SMEM_BASE, UNSIGNED
 from fa4tune.emulator.operand import swizzled
@@ -30,7 +30,7 @@ ELEMENT_TYPES: dict[int, tuple[int, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorMap:
-    """A tiled tensor: global address, sizes and byte strides from the innermost dimension, box, swizzle bytes."""
+    """A tiled tensor: address, sizes and byte strides (innermost first), box, swizzle in bytes."""
 
     address: int
     element: str
@@ -50,15 +50,17 @@ class TensorMap:
 
 
 def decode(raw: bytes) -> TensorMap:
-    """Decode the first 64 bytes of a tensor map; raises a :class:`Fault` for one outside of the model."""
+    """Decode a tensor map's first 64 bytes; a :class:`FaultError` for one outside of the model."""
     words = struct.unpack("<16I", raw[:64])
     address = words[0] | words[1] << 32
     rank = (words[2] >> 4 & 7) + 1
     code = words[2] >> 7 & 15
     if rank > 5 or code not in ELEMENT_TYPES or address & 15 or not address:
-        raise Fault("descriptor", f"not a tensor map: rank {rank}, element type {code}, address {address:#x}")
+        raise FaultError(
+            "descriptor", f"not a tensor map: rank {rank}, element type {code}, address {address:#x}"
+        )
     if words[2] >> 11 & 3:
-        raise Fault("descriptor", "a tensor map with interleave, which is not modelled")
+        raise FaultError("descriptor", "a tensor map with interleave, which is not modelled")
     swizzle = (0, 32, 64, 128)[words[2] >> 13 & 3]
     nbytes, element = ELEMENT_TYPES[code]
     strides = [nbytes]
@@ -69,9 +71,9 @@ def decode(raw: bytes) -> TensorMap:
     box = tuple(b + 1 for b in boxes[:rank])
     inner = box[0] * nbytes
     if inner % 16:
-        raise Fault("descriptor", f"a box whose rows have {inner} bytes, no multiple of 16")
+        raise FaultError("descriptor", f"a box whose rows have {inner} bytes, no multiple of 16")
     if swizzle and inner > swizzle:
-        raise Fault("descriptor", f"a box with rows of {inner} bytes and a swizzle of {swizzle}")
+        raise FaultError("descriptor", f"a box with rows of {inner} bytes and a swizzle of {swizzle}")
     return TensorMap(address, element, nbytes, sizes, tuple(strides), box, swizzle)
 
 
@@ -83,7 +85,7 @@ def _chunk_order(phase: int, chunks: int, swizzle: int) -> Array:
 
 
 def _clip(tmap: TensorMap, coordinates: tuple[int, ...]) -> tuple[list[int], list[int]] | None:
-    """First index and count of the part of a box that lies inside the tensor, per dimension; None if empty."""
+    """First index and count per dimension of a box's part inside the tensor; None if empty."""
     first, count = [], []
     for c, b, n in zip(coordinates, tmap.box, tmap.sizes, strict=True):
         low, high = max(c, 0), min(c + b, n)
@@ -162,7 +164,7 @@ def from_shared(cta: Any, offset: int, tmap: TensorMap) -> Array:
 
 def _require_alignment(offset: int, tmap: TensorMap) -> None:
     if offset & 127:
-        raise Fault("misaligned", f"a tensor copy at shared offset {offset}, no multiple of 128")
+        raise FaultError("misaligned", f"a tensor copy at shared offset {offset}, no multiple of 128")
 
 
 def write_box(
@@ -202,7 +204,7 @@ def _combine(a: Array, b: Array, operation: str) -> Array:
         "xor": np.bitwise_xor,
     }  # fmt: skip
     if operation not in functions:
-        raise Fault("unsupported", f"a bulk reduction .{operation}")
+        raise FaultError("unsupported", f"a bulk reduction .{operation}")
     if a.dtype.kind in "ui":
         functions |= {"min": np.minimum, "max": np.maximum}
     result: Array = functions[operation](a, b)

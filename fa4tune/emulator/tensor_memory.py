@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fa4tune.emulator.findings import Fault
+from fa4tune.emulator.findings import FaultError
 from fa4tune.emulator.lanes import Array
 
 COLUMNS, LANES = 512, 128
@@ -40,9 +40,11 @@ class TensorMemory:
     def allocate(self, columns: int) -> int | None:
         """First fit; None if the caller must wait."""
         if columns < 32 or columns > COLUMNS or columns & (columns - 1):
-            raise Fault("tmem", f"allocation of {columns} columns, which is no power of two from 32 to 512")
+            raise FaultError(
+                "tmem", f"allocation of {columns} columns, which is no power of two from 32 to 512"
+            )
         if self.relinquished:
-            raise Fault("tmem", "allocation after relinquish_alloc_permit")
+            raise FaultError("tmem", "allocation after relinquish_alloc_permit")
         for first in range(0, COLUMNS, columns):
             if all(first + columns <= a or a + n <= first for a, n in self.blocks.items()):
                 self.blocks[first] = columns
@@ -53,7 +55,9 @@ class TensorMemory:
         """Give columns back; they must be one allocation."""
         first = address & 0xFFFF
         if self.blocks.get(first) != columns:
-            raise Fault("tmem", f"dealloc of {columns} columns at {first}, allocated are {self.allocated()}")
+            raise FaultError(
+                "tmem", f"dealloc of {columns} columns at {first}, allocated are {self.allocated()}"
+            )
         del self.blocks[first]
         waiters, self.waiters = self.waiters, []
         for warp in waiters:
@@ -64,7 +68,8 @@ class TensorMemory:
         for first, n in self.blocks.items():
             if first <= column and column + count <= first + n:
                 return
-        raise Fault(
+        raise FaultError(
             "out-of-bounds",
-            f"{what} at TMEM columns {column}..{column + count - 1}, allocated are {self.allocated() or 'none'}",
+            f"{what} at TMEM columns {column}..{column + count - 1}, "
+            f"allocated are {self.allocated() or 'none'}",
         )

@@ -9,7 +9,7 @@ import numpy as np
 
 from fa4tune.emulator.cfg import EXIT
 from fa4tune.emulator.codegen import REDIRECT, SUSPEND
-from fa4tune.emulator.findings import Fault
+from fa4tune.emulator.findings import FaultError
 from fa4tune.emulator.lanes import U4, U8, Array
 from fa4tune.emulator.memory import UNSIGNED
 
@@ -161,7 +161,7 @@ class Warp:
     def _local_lanes(self, n: int) -> Array:
         lanes = np.arange(32) if self.mask is None else np.flatnonzero(self.mask)
         if len(lanes) != n:
-            raise Fault("unsupported", "a guarded access to local memory")
+            raise FaultError("unsupported", "a guarded access to local memory")
         return lanes
 
     def local_load(self, addresses: Array, size: int, count: int) -> Array:
@@ -192,7 +192,7 @@ class Warp:
     # -- control flow
 
     def diverge(self, taken: Array, goal: int, following: int, join: int) -> int:
-        """Split the active lanes: those in ``taken`` run first, the others and the meeting point are pushed."""
+        """Split the active lanes: ``taken`` runs first, the others and the meeting point are pushed."""
         mask = self.alive if self.mask is None else self.mask
         self.stack.append((join, self.join, self.mask))
         if following != join:
