@@ -35,18 +35,21 @@ class Gpu:
     ``clock_mhz`` is the clock under attention load, ``max_clock_mhz`` the highest. ``arch`` is the compile
     target. ``l2_bytes_per_clk`` is an SM's share of L2 bandwidth, ``hbm_gbytes_per_s`` the whole GPU's.
 
-    Latencies (``..._clk``, cycles): ``mma_latency_clk`` from the end of a matrix operation's last pass to its
-    reader, ``barrier_latency_clk`` from an arrival to the waiting warp's next instruction, ``copy_latency_clk``
-    of a bulk copy that hits L2 and ``copy_miss_clk`` what a miss adds, ``tmem_latency_clk`` of a tensor-memory
-    load, ``arithmetic_latency_clk`` the drain of a dependent section of arithmetic (reductions across lanes
-    included). ``warp_issue_per_clk`` is what one warp alone issues in such a section, ``exp_overlap`` the part
-    of the shorter of a section's exponentials and other instructions that hides under the longer, and
-    ``contention`` how far other roles' use of a unit delays a role (0 never, 1 as if they met at random and shared
-    evenly).
-    ``smem_conflict`` is the part of SMEM writes and thread accesses that holds up operand reads of the tensor
-    cores when they meet (1: they come first).
-    ``tile_overhead_clk`` is what a tile costs beside its operations. ``active_watts`` and ``tensor_watts`` are
-    the power at ``max_clock_mhz`` of busy SMs without matrix work and of fully busy tensor cores.
+    Latencies are cycles (``..._clk``): ``mma_latency_clk`` from the end of a matrix operation's last pass to
+    its reader, ``barrier_latency_clk`` from an arrival to the waiting warp's next instruction,
+    ``copy_latency_clk`` of a bulk copy that hits L2 and ``copy_miss_clk`` what a miss adds, ``tmem_latency_clk``
+    of a tensor-memory load, ``arithmetic_latency_clk`` the drain of a section of arithmetic (reductions across
+    lanes included). ``tile_overhead_clk`` is what a tile costs beside its operations.
+
+    ``warp_issue_per_clk`` is what one warp alone issues in a section of dependent arithmetic; ``exp_overlap``
+    the part of the shorter of its exponentials and its other instructions that hides under the longer;
+    ``contention`` how far other roles' use of a unit delays a role (0 never, 1 as if they met at random and
+    shared evenly); ``smem_conflict`` the part of SMEM writes and thread accesses that holds up operand reads of
+    the tensor cores when they meet (1: they come first). ``hbm_efficiency`` is the part of the HBM bandwidth
+    that a kernel reaches.
+
+    ``active_watts`` and ``tensor_watts`` are the power at ``max_clock_mhz`` of busy SMs without matrix work and
+    what fully busy tensor cores add.
     """
 
     name: str

@@ -13,7 +13,7 @@ the period.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fa4tune.errors import PlanError
@@ -76,6 +76,76 @@ class Arcs:
                 f"operations {stuck} wait for each other in one iteration; the loop can never start"
             )
         return tuple(order)
+
+
+Path = tuple[int, ...]
+"""Arcs one after the other, as indexes."""
+
+
+def contract(
+    arcs: Arcs, outweighs: Callable[[Path, Path], bool] = lambda a, b: False
+) -> tuple[Arcs, tuple[Path, ...]]:
+    """A smaller graph with the same largest cycle ratio.
+
+    Nodes with few arcs in or out are bypassed, each path through them becoming an arc. Of two arcs between
+    the same nodes the one with the larger distance is dropped where it can never weigh more.
+
+    Args:
+        arcs: the graph.
+        outweighs: whether the first path weighs at least as much as the second whatever the weights.
+
+    Returns:
+        The graph, and for each of its arcs the path of the given graph that it stands for.
+    """
+    into: list[dict[int, list[tuple[Path, int]]]] = [{} for _ in range(arcs.nodes)]
+    out: list[dict[int, list[tuple[Path, int]]]] = [{} for _ in range(arcs.nodes)]
+
+    def add(source: int, target: int, path: Path, distance: int) -> None:
+        parallel = out[source].setdefault(target, [])
+        into[target][source] = parallel
+        if any(d <= distance and outweighs(p, path) for p, d in parallel):
+            return
+        parallel[:] = [(p, d) for p, d in parallel if not (distance <= d and outweighs(path, p))]
+        parallel.append((path, distance))
+
+    for arc in range(len(arcs.sources)):
+        add(arcs.sources[arc], arcs.targets[arc], (arc,), arcs.distances[arc])
+    alive = set(range(arcs.nodes))
+
+    def growth(node: int) -> int:
+        """Arcs that bypassing a node adds."""
+        if node in out[node]:
+            return 1
+        i, o = sum(map(len, into[node].values())), sum(map(len, out[node].values()))
+        return i * o - i - o
+
+    cost = {node: growth(node) for node in alive}
+    while cost:
+        node = min(cost, key=lambda n: (cost[n], n))
+        if cost.pop(node) > 0:
+            break
+        touched = {*into[node], *out[node]}
+        for source, first in into[node].items():
+            for target, second in out[node].items():
+                for p, d in first:
+                    for q, e in second:
+                        add(source, target, p + q, d + e)
+        for source in into[node]:
+            del out[source][node]
+        for target in out[node]:
+            del into[target][node]
+        into[node], out[node] = {}, {}
+        alive.discard(node)
+        cost.update((other, growth(other)) for other in touched if other in cost)
+    number = {node: index for index, node in enumerate(sorted(alive))}
+    kept = [
+        (number[source], number[target], distance, path)
+        for source in sorted(alive)
+        for target, parallel in sorted(out[source].items())
+        for path, distance in parallel
+    ]
+    core = Arcs(len(number), tuple(k[0] for k in kept), tuple(k[1] for k in kept), tuple(k[2] for k in kept))
+    return core, tuple(k[3] for k in kept)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from fa4tune.errors import PlanError
 from fa4tune.hardware.gpu import Gpu
 from fa4tune.kernels.plan import Dependency, Loop, Order, Unit
-from fa4tune.model.event_graph import Arcs, maximum_cycle_ratio
+from fa4tune.model.event_graph import Arcs, contract, maximum_cycle_ratio
 from fa4tune.model.timing import UNITS, Duration, Rates
 
 _FULL, _REMOTE, _SERVICE, _ISSUE = range(4)
@@ -77,6 +77,12 @@ class Skeleton:
     lags: tuple[int, ...]
     order_owners: tuple[str, ...]
     steps: tuple[Step, ...]
+    core: Arcs
+    """The graph contracted to the nodes where paths join and part."""
+    paths: tuple[tuple[int, ...], ...]
+    """Arcs of ``arcs`` that each arc of ``core`` stands for."""
+    picks: tuple[tuple[int, ...], ...]
+    """Values that add up to the weight of each arc of ``core``."""
     chains: int
     why: tuple[str, ...]
     """What each arc says, for people."""
@@ -152,6 +158,37 @@ def _skeleton(
         tuple(a[1] for a in arcs),
         tuple(a[3] + lags_of[a[1]] - lags_of[a[0]] for a in arcs),
     )
+    rank = {_REMOTE: 3, _FULL: 2, _SERVICE: 1, _ISSUE: 0}
+
+    held: dict[tuple[int, ...], dict[tuple[int, bool], list[int]]] = {}
+
+    def kinds_of(path: tuple[int, ...]) -> dict[tuple[int, bool], list[int]]:
+        """Kinds of each operation's weights on a path, the heaviest first; an issue is of its own kind."""
+        found = held.get(path)
+        if found is None:
+            found = {}
+            for arc in path:
+                kind, operation = divmod(arcs[arc][2], count)
+                found.setdefault((operation, kind == _ISSUE), []).append(rank[kind])
+            for kinds in found.values():
+                kinds.sort(reverse=True)
+            held[path] = found
+        return found
+
+    def outweighs(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+        heavy, light = kinds_of(one), kinds_of(other)
+        if len(light) > len(heavy):
+            return False
+        for key, kinds in light.items():
+            mine = heavy.get(key)
+            if mine is None or len(mine) < len(kinds):
+                return False
+            for a, b in zip(mine, kinds, strict=False):
+                if a < b:
+                    return False
+        return True
+
+    core, paths = contract(graph, outweighs)
     groups = tuple(dict.fromkeys(role for _, role, _, _ in operations))
     steps = []
     for node in graph.order:
@@ -178,6 +215,9 @@ def _skeleton(
         lags=tuple(lags_of),
         order_owners=tuple(order.owner for order in orders),
         steps=tuple(steps),
+        core=core,
+        paths=paths,
+        picks=tuple(tuple(arcs[arc][2] for arc in path) for path in paths),
         chains=chain_count,
         why=tuple(a[4] for a in arcs),
     )
@@ -253,6 +293,10 @@ class Timed:
         return self.values[2 * len(self.durations) + operation]
 
 
+_LAST_POLICY: dict[int, tuple[int, ...]] = {}
+"""Howard's last policy by graph: the next config with the same graph starts there. Any start is correct."""
+
+
 def solve(
     shape: Skeleton,
     durations: Sequence[Duration],
@@ -298,33 +342,73 @@ def solve(
         and (copies > 1 or (shape.shared[station] and sum(1 for d in demand if d[station]) > 1))
     ]
     stretch = [row[:] for row in start.stretch] if start else [[1.0] * _STATIONS for _ in range(groups)]
-    arcs, picks = shape.arcs, shape.values
+    core, picks, distances = shape.core, shape.picks, shape.arcs.distances
     period = start.period if start else floor
     values = _values(shape, durations, weights, stretch, gpu, conflict / period)
-    answer = maximum_cycle_ratio(arcs, [values[v] for v in picks], start.policy if start else None)
+    policy = start.policy if start else _LAST_POLICY.get(id(shape))
+    answer = maximum_cycle_ratio(core, [sum([values[v] for v in pick]) for pick in picks], policy)
     period = max(answer.ratio, period)
     for _ in range(30):
         before = period
-        cycle = [picks[arc] for arc in answer.cycle]
-        turns = sum(arcs.distances[arc] for arc in answer.cycle)
+        cycle = [arc for path in answer.cycle for arc in shape.paths[path]]
+        along, fixed = _along(shape, durations, weights, gpu, cycle)
+        turns = sum([distances[arc] for arc in cycle])
         # along the cycle found last, the fixed point costs little
-        for _ in range(12):
+        for _ in range(20):
             inner = period
             if meets:
                 _share(stretch, demand, period, meets, gpu.contention, copies, shape.shared)
             blocked = conflict / period
-            values = _values(shape, durations, weights, stretch, gpu, blocked)
-            bound = max(sum(values[v] for v in cycle) / turns, floor, totals[TENSOR] + blocked * operands)
-            period = 0.5 * (inner + bound)
+            cycles = fixed
+            for group, (tensor, fed, section, tmem) in along.items():
+                factors = stretch[group]
+                cycles += (tensor + blocked * fed) * factors[TENSOR]
+                cycles += section * factors[SECTION] + tmem * factors[TMEM]
+            period = 0.5 * (inner + max(cycles / turns, floor, totals[TENSOR] + blocked * operands))
             if abs(period - inner) < 1e-4 * period:
                 break
-        answer = maximum_cycle_ratio(arcs, [values[v] for v in picks], answer.policy)
+        values = _values(shape, durations, weights, stretch, gpu, blocked)
+        answer = maximum_cycle_ratio(core, [sum([values[v] for v in pick]) for pick in picks], answer.policy)
         period = max(answer.ratio, floor, totals[TENSOR] + blocked * operands)
         if abs(period - before) < 1e-3 * period:
             break
+    if len(_LAST_POLICY) > 4096:
+        _LAST_POLICY.clear()
+    _LAST_POLICY[id(shape)] = answer.policy
+    cycle = [arc for path in answer.cycle for arc in shape.paths[path]]
     return Timed(
-        shape, tuple(durations), values, period, answer.ratio, answer.cycle, totals, stretch, answer.policy
+        shape, tuple(durations), values, period, answer.ratio, tuple(cycle), totals, stretch, answer.policy
     )
+
+
+def _along(
+    shape: Skeleton, durations: Sequence[Duration], weights: Sequence[float], gpu: Gpu, cycle: Sequence[int]
+) -> tuple[dict[int, list[float]], float]:
+    """Cycles along ``cycle`` to be stretched (tensor, operands, section, tmem of each role), and the rest."""
+    count = len(durations)
+    sums: dict[int, list[float]] = {}
+    fixed = 0.0
+    for arc in cycle:
+        kind, operation = divmod(shape.values[arc], count)
+        duration, weight = durations[operation], weights[operation]
+        if kind == _ISSUE:
+            fixed += duration.issue * weight
+            continue
+        if kind == _REMOTE:
+            fixed += gpu.barrier_latency_clk
+        if not weight:
+            continue
+        group = shape.group_of[operation]
+        row = sums.setdefault(group, [0.0, 0.0, 0.0, 0.0])
+        if duration.asynchronous:
+            row[0] += duration.tensor * weight
+            row[1] += duration.operands * weight
+            fixed += (duration.other + (duration.latency if kind != _SERVICE else 0.0)) * weight
+        else:
+            row[2] += duration.section * weight
+            row[3] += duration.tmem * weight
+            fixed += duration.other * weight + duration.latency
+    return sums, fixed
 
 
 def _share(
@@ -371,16 +455,10 @@ def _values(
             whole = (hold + duration.latency) * weight
             hold *= weight
         else:
-            whole = weight * (
-                duration.section * factors[SECTION]
-                + duration.tmem * factors[TMEM]
-                + duration.other
-                + duration.latency
+            # going around it takes a vote and a branch, which drain the pipeline too: the whole latency
+            hold = whole = (duration.latency if weight else 0.0) + weight * (
+                duration.section * factors[SECTION] + duration.tmem * factors[TMEM] + duration.other
             )
-            if 0.0 < weight < 1.0:
-                # whether to go through it or around is a vote and a branch, which drain the pipeline too
-                whole += duration.latency * (1.0 - weight)
-            hold = whole
         full.append(whole)
         remote.append(whole + barrier)
         service.append(hold)
