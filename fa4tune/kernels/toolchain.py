@@ -180,7 +180,7 @@ def runtime_shim() -> str:
 
 @cache
 def source_hash(module: str) -> str:
-    """Hash of a kernel module's file and of all files of ``fa4tune.kernels`` that it imports, directly or not.
+    """Hash of a kernel module and of all files of ``fa4tune.kernels`` that it imports, directly or not.
 
     Computed once a process: what was imported does not change with the file. Each compiler process compares
     its own with the caller's.
