@@ -19,12 +19,9 @@ import os
 import queue
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-import zipfile
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +30,7 @@ from fa4tune.errors import Fa4tuneError, SearchError
 from fa4tune.outcome import Outcome
 from fa4tune.search.bundle import Candidate, Manifest, Results
 from fa4tune.search.samples import finalists, median
+from fa4tune.search.wheels import provide_tvm_ffi
 from fa4tune.search.worker import DEFAULT_BACKEND
 
 START_SECONDS = 180.0
@@ -376,32 +374,6 @@ def _medians(line: dict[str, Any]) -> dict[int, float]:
     return {
         name: median([samples[i] for samples in line["rounds"]]) for i, name in enumerate(line["candidates"])
     }
-
-
-def provide_tvm_ffi(bundle: Path) -> tempfile.TemporaryDirectory[str] | None:
-    """Make ``tvm_ffi`` importable from the bundle's wheel where it is not installed.
-
-    Returns:
-        the directory it was unpacked to, to be kept while measuring; None if it is installed or no wheel of
-        this Python came along (the worker then says what is missing).
-    """
-    if find_spec("tvm_ffi") is not None:
-        return None
-    wheels = [w for w in sorted(bundle.glob("wheels/apache_tvm_ffi-*.whl")) if _fits(w.name)]
-    if not wheels:
-        return None
-    folder = tempfile.TemporaryDirectory(prefix="fa4tune-")
-    for wheel in [wheels[0], *bundle.glob("wheels/typing_extensions-*.whl")]:
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(folder.name)
-    paths = [folder.name, os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    return folder
-
-
-def _fits(wheel: str) -> bool:
-    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    return f"-{tag}-" in wheel or "-abi3-" in wheel or "-none-" in wheel
 
 
 class ConsoleReport:
