@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from heapq import heapreplace
+from heapq import heappop, heappush, heapreplace
+
+import numpy as np
 
 from fa4tune.kernels.plan import KernelPlan
 from fa4tune.kernels.tiles import Trips, ceil_div
@@ -15,8 +17,8 @@ from fa4tune.kernels.tiles import Trips, ceil_div
 L2_SECTION_BYTES = 50 * 2**20
 """K and V bytes of the heads that the longest-first order keeps together."""
 
-SIMULATED_TILES = 40_000
-"""Above this many unequal tiles the end effect is taken as half a longest tile."""
+END_TILES = 4
+"""Tiles a CTA of which the end of an unsorted schedule is simulated; before them loads are even."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +59,6 @@ def makespan(
     if trips[0] == trips[-1] and (len(trips) == 1 or trips[0] == trips[len(trips) // 2]):
         waves = ceil_div(tiles, places)
         return Makespan(waves, waves * trips[0].total, waves * trips[0].masked, tiles / (waves * places))
-    if tiles > SIMULATED_TILES:
-        longest = max(t.total for t in trips)
-        end = 0.5 * longest if plan.scheduler != "lpt" else 0.5 * min(t.total for t in trips)
-        share = 1.0 / places
-        iterations = total * share + end
-        return Makespan(tiles * share, iterations, total_masked * share, total * share / iterations)
     section = max(1, L2_SECTION_BYTES // max(1, problem.seqlen_k * _key_bytes(plan))) * problem.gqa_group
     # The order of events hardly moves with the overhead: eighths of an iteration suffice.
     worst = _last(
@@ -94,37 +90,74 @@ def _last(
     section: int,
     overhead: int,
     masked: int,
-) -> tuple[int, int, int]:
+) -> tuple[float, float, float]:
     """(tiles, iterations, masked iterations) of the place that finishes last; costs in eighths."""
-    costs = [8 * total + overhead + masked * hidden for total, hidden in trips]
-    blocks = len(trips)
-    if longest_first:
-        order = [
-            block
-            for first in range(0, copies, section)
-            for block in range(blocks - 1, -1, -1)
-            for _ in range(first, min(copies, first + section))
-        ]
-    else:
-        order = list(range(blocks)) * copies
-    loads = [0] * places
-    done: list[list[int]] = [[] for _ in range(places)]
+    jobs = [(8 * total + overhead + masked * hidden, total, hidden) for total, hidden in trips]
     if persistent:
-        for index, block in enumerate(order):
-            wave, place = divmod(index, places)
-            place = place if wave % 2 == 0 else places - 1 - place
-            loads[place] += costs[block]
-            done[place].append(block)
-        last = max(range(places), key=loads.__getitem__)
-        mine = done[last]
+        return _static(jobs, copies, places, longest_first, section)
+    if longest_first:
+        return _greedy_runs(jobs, copies, places, section)
+    return _greedy(jobs, copies, places)
+
+
+def _static(
+    jobs: list[tuple[int, int, int]], copies: int, places: int, longest_first: bool, section: int
+) -> tuple[float, float, float]:
+    """A static grid: wave after wave, every other one backwards."""
+    table = np.array(jobs)
+    if longest_first:
+        blocks = np.arange(len(jobs) - 1, -1, -1)
+        whole, rest = divmod(copies, section)
+        order = np.tile(np.repeat(blocks, section), whole)
+        if rest:
+            order = np.concatenate([order, np.repeat(blocks, rest)])
     else:
-        heap = [(0, place) for place in range(places)]
-        for block in order:
-            load, place = heap[0]
-            done[place].append(block)
-            heapreplace(heap, (load + costs[block], place))
-        mine = done[max(heap)[1]]
-    return len(mine), sum(trips[b][0] for b in mine), sum(trips[b][1] for b in mine)
+        order = np.tile(np.arange(len(jobs)), copies)
+    waves = ceil_div(len(order), places)
+    grid = np.full(waves * places, -1)
+    grid[: len(order)] = order
+    board = grid.reshape(waves, places)
+    board[1::2] = board[1::2, ::-1]
+    loads = np.where(board >= 0, table[board, 0], 0).sum(axis=0)
+    mine = board[:, int(loads.argmax())]
+    mine = mine[mine >= 0]
+    return len(mine), int(table[mine, 1].sum()), int(table[mine, 2].sum())
+
+
+def _greedy_runs(
+    jobs: list[tuple[int, int, int]], copies: int, places: int, section: int
+) -> tuple[float, float, float]:
+    """Longest first to whoever is free: runs of equal tiles, dealt to groups of equally loaded places."""
+    levels = [(0, 0, 0, 0, places)]
+    for first in range(0, copies, section):
+        equal = min(copies, first + section) - first
+        for cost, total, hidden in reversed(jobs):
+            left = equal
+            while left:
+                load, tiles, iterations, masks, count = heappop(levels)
+                taken = min(left, count)
+                if taken < count:
+                    heappush(levels, (load, tiles, iterations, masks, count - taken))
+                heappush(levels, (load + cost, tiles + 1, iterations + total, masks + hidden, taken))
+                left -= taken
+    _, tiles, iterations, masks, _ = max(levels)
+    return tiles, iterations, masks
+
+
+def _greedy(jobs: list[tuple[int, int, int]], copies: int, places: int) -> tuple[float, float, float]:
+    """In the order of rows to whoever is free; the last few tiles of each place decide who is last."""
+    tiles = len(jobs) * copies
+    simulated = min(tiles, END_TILES * places)
+    before = tiles - simulated
+    heap = [(0, 0, 0, 0)] * places
+    for index in range(before, tiles):
+        cost, total, hidden = jobs[index % len(jobs)]
+        load, count, iterations, masks = heap[0]
+        heapreplace(heap, (load + cost, count + 1, iterations + total, masks + hidden))
+    _, count, iterations, masks = max(heap)
+    whole, rest = divmod(before, len(jobs))
+    even = [sum(job[i] for job in jobs) * whole + sum(job[i] for job in jobs[:rest]) for i in (1, 2)]
+    return count + before / places, iterations + even[0] / places, masks + even[1] / places
 
 
 def hbm_bytes(plan: KernelPlan, places: int, l2_bytes: int) -> float:
