@@ -66,6 +66,8 @@ _BACK = {
 #: Operations whose result bits do not depend on signedness are computed unsigned, without a view.
 _SIGNLESS = {"add", "sub", "mul.lo", "mad.lo", "and", "or", "xor", "not", "shl", "neg", "setp.eq", "setp.ne"}
 _UNSIGNED = str.maketrans("isl", "uhq")
+#: Written out by the block writer itself.
+_MOVES = ("mov", "pack", "unpack", "cvta")
 
 
 def q_to_x(a: lanes.Array) -> lanes.Array:
@@ -123,6 +125,17 @@ class Compiler:
             "LOCAL": np.uint64(LOCAL_WINDOW),
         }  # fmt: skip
         self.names: dict[int, str] = {}
+        self.require_modelled()
+
+    def require_modelled(self) -> None:
+        """Refuse a program with any operation that this back-end lacks, executed or not."""
+        for block in self.program.blocks:
+            for operation in block.operations:
+                if operation.category == "system":
+                    if operation.op not in RUNTIME:
+                        raise unsupported(operation.instruction, f"({operation.op}) is not modelled")
+                elif operation.category == "alu" and operation.op.split(".")[0] not in _MOVES:
+                    numpy_alu.resolve(operation)
 
     def _stub(self, index: int, masked: bool) -> Callable[[Any], int]:
         def compile_now(warp: Any) -> int:
@@ -360,10 +373,7 @@ class _BlockWriter:
             self.assign(d, f"{name}[{i}]", k, guard)
 
     def system(self, operation: Operation) -> None:
-        factory = RUNTIME.get(operation.op)
-        if factory is None:
-            raise unsupported(operation.instruction, f"({operation.op}) is not modelled")
-        function = self.compiler.name(factory(operation), "s")
+        function = self.compiler.name(RUNTIME[operation.op](operation), "s")
         sources = "".join(
             f", {self.read(s, k, operation)}" for s, k in zip(operation.src, operation.src_kinds, strict=True)
         )

@@ -96,7 +96,7 @@ def _with_flags(function: Function, parts: list[str]) -> Function:
     return function
 
 
-_DIRECTED = {
+_DIRECTED: dict[str, Callable[[str], Function]] = {
     "add": lanes.add_directed,
     "sub": lanes.sub_directed,
     "mul": lanes.mul_directed,
