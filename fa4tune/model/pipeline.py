@@ -283,6 +283,22 @@ class Timed:
     totals: list[float]
     stretch: list[list[float]]
     policy: tuple[int, ...]
+    blocked: float
+    """Part of the time that SMEM keeps operand reads waiting."""
+    tensor_total: float
+    """Tensor cycles an iteration with these waits; the period is no shorter."""
+
+    def binding_work(self) -> list[float] | None:
+        """Cycles of each operation on the unit whose total is the period, or ``None`` where a cycle is."""
+        if self.period <= self.ratio:
+            return None
+        scale = self.period / max(self.tensor_total, *self.totals)
+        if self.tensor_total >= max(self.totals):
+            share = [d.tensor + self.blocked * d.operands for d in self.durations]
+        else:
+            unit = self.totals.index(max(self.totals))
+            share = [d.units[unit] for d in self.durations]
+        return [scale * part for part in share]
 
     def span(self, operation: int) -> float:
         """Cycles of an operation from its start to its end as its reader sees it."""
@@ -369,7 +385,8 @@ def solve(
                 break
         values = _values(shape, durations, weights, stretch, gpu, blocked)
         answer = maximum_cycle_ratio(core, [sum([values[v] for v in pick]) for pick in picks], answer.policy)
-        period = max(answer.ratio, floor, totals[TENSOR] + blocked * operands)
+        tensor_total = totals[TENSOR] + blocked * operands
+        period = max(answer.ratio, floor, tensor_total)
         if abs(period - before) < 1e-3 * period:
             break
     if len(_LAST_POLICY) > 4096:
@@ -377,7 +394,17 @@ def solve(
     _LAST_POLICY[id(shape)] = answer.policy
     cycle = [arc for path in answer.cycle for arc in shape.paths[path]]
     return Timed(
-        shape, tuple(durations), values, period, answer.ratio, tuple(cycle), totals, stretch, answer.policy
+        shape,
+        tuple(durations),
+        values,
+        period,
+        answer.ratio,
+        tuple(cycle),
+        totals,
+        stretch,
+        answer.policy,
+        blocked,
+        tensor_total,
     )
 
 

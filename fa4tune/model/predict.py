@@ -189,6 +189,39 @@ def steady(plan: KernelPlan, gpu: Gpu, trips: int, miss: float = 0.0, masks: boo
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a problem asks: tiles of a head, all iterations, bytes from HBM, share of K/V loads that miss L2."""
+
+    trips: tuple[Trips, ...]
+    iterations: int
+    places: int
+    hbm_bytes: float
+    miss: float
+
+
+def load_of(plan: KernelPlan, gpu: Gpu) -> Load:
+    """The load that ``plan``'s problem puts on ``gpu``."""
+    trips = head_trips(plan)
+    copies = plan.problem.batch * (plan.problem.heads // plan.packed_heads)
+    places = workers(plan, gpu.sm_count)
+    traffic = hbm_bytes(plan, places, gpu.l2_bytes)
+    return Load(
+        trips,
+        sum([t.total for t in trips]) * copies,
+        places,
+        traffic,
+        _miss_share(plan, trips, copies, traffic),
+    )
+
+
+def state_of(plan: KernelPlan, gpu: Gpu, load: Load) -> Steady:
+    """The steady state of ``plan`` under ``load``."""
+    tiles = len(load.trips) * plan.problem.batch * (plan.problem.heads // plan.packed_heads)
+    typical = max(1, round(load.iterations / tiles))
+    return steady(plan, gpu, typical, load.miss, any(t.masked for t in load.trips))
+
+
 def predict(plan: KernelPlan, gpu: Gpu) -> Prediction:
     """Predict the time of one launch of ``plan`` on ``gpu``.
 
@@ -196,18 +229,12 @@ def predict(plan: KernelPlan, gpu: Gpu) -> Prediction:
     them.
     """
     problem = plan.problem
-    trips = head_trips(plan)
-    copies_of_head = problem.batch * (problem.heads // plan.packed_heads)
-    iterations = sum(t.total for t in trips) * copies_of_head
-    has_masks = any(t.masked for t in trips)
-    places = workers(plan, gpu.sm_count)
-    traffic = hbm_bytes(plan, places, gpu.l2_bytes)
-    miss = _miss_share(plan, trips, copies_of_head, traffic)
-    typical = max(1, round(iterations / (len(trips) * copies_of_head)))
-    state = steady(plan, gpu, typical, miss, has_masks)
+    load = load_of(plan, gpu)
+    iterations, places, traffic, miss = load.iterations, load.places, load.hbm_bytes, load.miss
+    state = state_of(plan, gpu, load)
     period = state.plain.period
     extra = max(0.0, state.masked.period - period) if state.masked else 0.0
-    span = makespan(plan, trips, places, state.later / period, extra / period)
+    span = makespan(plan, load.trips, places, state.later / period, extra / period)
     cold = gpu.copy_miss_clk * (1.0 - min(1.0, miss))
     fill = state.first - state.later + cold
     compute = fill + span.iterations * period + span.masked * extra + span.tiles * state.later
@@ -271,6 +298,9 @@ def _bound(timed: Timed, compute_us: float, memory_us: float, launch_us: float) 
     busiest = max(range(len(UNITS)), key=timed.totals.__getitem__)
     if timed.totals[busiest] >= SATURATED * timed.period:
         return BOUND_WORDS[UNITS[busiest]]
+    if timed.tensor_total >= SATURATED * timed.period:
+        # tensor cores that wait for operands while SMEM takes in copies
+        return BOUND_WORDS[Unit.SMEM]
     return "latency chain"
 
 

@@ -65,8 +65,14 @@ class Run:
     """The state of one CTA while tiles run through it."""
 
     def __init__(
-        self, plan: KernelPlan, timed: Timed, rates: Rates, recorder: Recorder | None = None
+        self,
+        plan: KernelPlan,
+        timed: Timed,
+        rates: Rates,
+        recorder: Recorder | None = None,
+        held: Sequence[float] | None = None,
     ) -> None:
+        """``held`` gives each operation's cycles on a saturated unit: nothing ends sooner than that allows."""
         shape = timed.skeleton
         self._body, self._recorder, self._steps = plan.loop.body, recorder, shape.steps
         self._count = len(self._body)
@@ -82,6 +88,8 @@ class Run:
         self._signalled: dict[str, float] = {}
         self._free: dict[str, float] = {}
         self._tile = 0
+        copies = plan.resources.ctas_per_sm
+        self._load = [cycles * copies for cycles in held] if held else [0.0] * self._count
         self._deepest = max(step.lag for step in shape.steps)
         warps = {role.name: role.warps for role in plan.roles}
         self._phases = tuple(
@@ -153,6 +161,8 @@ class Run:
         service_at, issue_at = 2 * count, 3 * count
         base = len(ends[0])
         steps = self._steps
+        load = self._load
+        began, work = -1.0, 0.0
         for turn in range(trips + self._deepest):
             for kind, operation, lag, needs_q, waits, in_orders, in_chains in steps:
                 iteration = turn - lag
@@ -178,6 +188,11 @@ class Run:
                     for number in in_orders:
                         orders[number] = release
                     continue
+                earliest = 0.0
+                if load[operation]:
+                    began = at if began < 0 else began
+                    work += load[operation]
+                    earliest = began + work
                 if kind == EXECUTES:
                     begin = issued[operation][place]
                     if begin > at:
@@ -185,11 +200,12 @@ class Run:
                     for chain in in_chains:
                         if chains[chain] > at:
                             at = chains[chain]
+                    hold = max(at + cycles[service_at + operation], earliest)
                     for chain in in_chains:
-                        chains[chain] = at + cycles[service_at + operation]
-                    end = at + cycles[operation]
+                        chains[chain] = hold
+                    end = max(at + cycles[operation], hold)
                 else:
-                    end = at + cycles[operation]
+                    end = max(at + cycles[operation], earliest)
                     for number in in_orders:
                         orders[number] = end
                 ends[operation].append(end)
