@@ -45,6 +45,7 @@ VENDORED = (
     "search/gate.py",
     "search/measure.py",
     "search/samples.py",
+    "search/wheels.py",
     "search/worker.py",
 )
 """Files of this package that a measuring host needs; none imports more than numpy, torch and tvm_ffi."""
@@ -159,9 +160,9 @@ def export(
         for old in ("objects", "lib", "wheels", "results"):
             shutil.rmtree(directory / old, ignore_errors=True)
         manifest = make_manifest(directory, gpu, built, settings)
-        _vendor(directory / "lib" / "fa4tune")
+        vendor(directory / "lib" / "fa4tune", VENDORED)
         (directory / "measure.py").write_text(SCRIPT)
-        wheel = _add_wheel(directory / "wheels", python, note)
+        wheel = add_wheel(directory / "wheels", python, note)
     except OSError as error:
         raise SearchError(
             f"{directory} cannot be written ({error.strerror or error}); export somewhere else"
@@ -175,14 +176,15 @@ def export(
     return Exported(directory, dict(counts), size, wheel)
 
 
-def _vendor(target: Path) -> None:
+def vendor(target: Path, files: Sequence[str]) -> None:
+    """Copy files of this package to ``target``."""
     root = Path(str(resources.files("fa4tune")))
-    for name in VENDORED:
+    for name in files:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(root / name, target / name)
 
 
-def _add_wheel(target: Path, python: str, note: Callable[[str], None]) -> str | None:
+def add_wheel(target: Path, python: str, note: Callable[[str], None]) -> str | None:
     """The apache-tvm-ffi wheel of the installed version for ``python`` on x86-64 Linux, kept in the cache."""
     version = metadata.version("apache-tvm-ffi")
     kept = cache_dir("wheels") / f"{version}-{python}"

@@ -30,14 +30,14 @@ POLYNOMIAL_DEGREE = 3
 
 
 @dsl_user_op
-def exp2_negative(x: Float32, *, loc=None, ip=None) -> Float32:  # type: ignore[no-untyped-def]
+def exp2_negative(x: Float32, *, loc=None, ip=None) -> Float32:
     """2^-x on the exponential unit; iterated, it approaches 0.6412, so that values stay ordinary."""
     text = "{ .reg .f32 n; neg.f32 n, $1; ex2.approx.ftz.f32 $0, n; }"
     return Float32(pure(T.f32(), [Float32(x).ir_value(loc=loc, ip=ip)], text, "=f,f", loc, ip))
 
 
 @dsl_user_op
-def convert_pair(x: Float32, y: Float32, *, loc=None, ip=None) -> Float32:  # type: ignore[no-untyped-def]
+def convert_pair(x: Float32, y: Float32, *, loc=None, ip=None) -> Float32:
     """Two values rounded to bf16 in one register, its bits taken as a float32 again."""
     operands = [Float32(v).ir_value(loc=loc, ip=ip) for v in (x, y)]
     text = "{ .reg .b32 p; cvt.rn.bf16x2.f32 p, $1, $2; mov.b32 $0, p; }"
@@ -45,7 +45,7 @@ def convert_pair(x: Float32, y: Float32, *, loc=None, ip=None) -> Float32:  # ty
 
 
 @dsl_user_op
-def exchange(x: Float32, *, loc=None, ip=None) -> Float32:  # type: ignore[no-untyped-def]
+def exchange(x: Float32, *, loc=None, ip=None) -> Float32:
     """The value of the neighbouring lane."""
     operands = [Float32(x).ir_value(loc=loc, ip=ip)]
     text = "shfl.sync.bfly.b32 $0, $1, 1, 31, -1;"
@@ -53,7 +53,7 @@ def exchange(x: Float32, *, loc=None, ip=None) -> Float32:  # type: ignore[no-un
 
 
 @dsl_user_op
-def clamp_step(x: Float32, bound: Float32, upper: bool, *, loc=None, ip=None) -> Float32:  # type: ignore[no-untyped-def]
+def clamp_step(x: Float32, bound: Float32, upper: bool, *, loc=None, ip=None) -> Float32:
     """The smaller (``upper``) or larger of two values; in turn, no step makes another one superfluous."""
     operands = [Float32(v).ir_value(loc=loc, ip=ip) for v in (x, bound)]
     text = f"{'min' if upper else 'max'}.f32 $0, $1, $2;"

@@ -23,7 +23,7 @@ SOURCE_COLUMNS = 128
 
 
 class Walk(NamedTuple):
-    """Which tiles of the source a CTA visits: ``start + block * block_step``, then ``+ step``, modulo ``span``."""
+    """Tiles that a CTA visits: ``start + block * block_step``, then every ``step``, modulo ``span``."""
 
     start: Any
     step: Any
@@ -61,7 +61,7 @@ class MicroKernel:
             mSink: float32, one a thread: a value that depends on all the loop did.
             mSource: bf16 (rows, :data:`SOURCE_COLUMNS`): values to compute with, memory to copy.
             iterations: turns of the loop.
-            blocks, threads: of the grid and of a CTA; ``threads`` is a multiple of 32, at most ``max_threads``.
+            blocks, threads: of the grid and of a CTA; ``threads`` a multiple of 32, at most ``max_threads``.
             start, step, span, block_step: see :class:`Walk`.
         """
         host = self.prepare(mSource)
@@ -77,6 +77,10 @@ class MicroKernel:
     def prepare(self, mSource: cute.Tensor) -> tuple:
         """Host objects that the kernel takes (MMA and copy atoms, layouts)."""
         return ()
+
+    def body(self, mSource: cute.Tensor, host: tuple, iterations: Int32, walk: Walk) -> Any:
+        """(clock before, clock after, float32 result) of this thread around ``iterations`` turns."""
+        raise NotImplementedError
 
     @cute.kernel
     def kernel(
@@ -98,22 +102,22 @@ class MicroKernel:
 
 
 @dsl_user_op
-def clock(*, loc=None, ip=None) -> Int64:  # type: ignore[no-untyped-def]
+def clock(*, loc=None, ip=None) -> Int64:
     """The SM's clock, in cycles; stays where it is among other instructions with side effects."""
     return Int64(volatile(T.i64(), [], "mov.u64 $0, %clock64;", "=l", loc, ip))
 
 
-def volatile(result, operands, text, constraints, loc, ip):  # type: ignore[no-untyped-def]
+def volatile(result, operands, text, constraints, loc, ip):
     """Inline PTX that is neither removed nor moved across other such instructions."""
     return _asm(result, operands, text, constraints, True, loc, ip)
 
 
-def pure(result, operands, text, constraints, loc, ip):  # type: ignore[no-untyped-def]
+def pure(result, operands, text, constraints, loc, ip):
     """Inline PTX whose result is all it does."""
     return _asm(result, operands, text, constraints, False, loc, ip)
 
 
-def _asm(result, operands, text, constraints, effects, loc, ip):  # type: ignore[no-untyped-def]
+def _asm(result, operands, text, constraints, effects, loc, ip):
     return llvm.inline_asm(
         result,
         operands,

@@ -107,7 +107,9 @@ def compile_kernel(spec: KernelSpec, arch: str, folder: Path) -> BuiltKernel:
             compiled = cute.compile(kernel, *fake_arguments(), options=options)
         except Exception as error:
             words = str(error).strip()[-800:]
-            raise CompileError(f"microbenchmark kernel {spec.name} did not compile for {arch}: {words}") from None
+            raise CompileError(
+                f"microbenchmark kernel {spec.name} did not compile for {arch}: {words}"
+            ) from None
         ptx, cubin = compiled.artifacts.PTX, compiled.artifacts.CUBIN
         compiled.export_to_c(object_file_path=f"{scratch}/kernel.o", function_name=SYMBOL)
         library = folder / f"{spec.name}.so"
@@ -123,9 +125,7 @@ def compile_kernel(spec: KernelSpec, arch: str, folder: Path) -> BuiltKernel:
     )
 
 
-def build(
-    spec: KernelSpec, arch: str, report: Callable[[str], None] = lambda text: None
-) -> BuiltKernel:
+def build(spec: KernelSpec, arch: str, report: Callable[[str], None] = lambda text: None) -> BuiltKernel:
     """The kernel from the cache, or compiled now.
 
     Args:

@@ -23,7 +23,7 @@ _WORDS = 32768
 
 
 @dsl_user_op
-def load_16(address: Int32, *, loc=None, ip=None) -> tuple[Int32, ...]:  # type: ignore[no-untyped-def]
+def load_16(address: Int32, *, loc=None, ip=None) -> tuple[Int32, ...]:
     """Four words at a shared address."""
     words = volatile(
         llvm.StructType.get_literal([T.i32()] * 4),
@@ -37,14 +37,14 @@ def load_16(address: Int32, *, loc=None, ip=None) -> tuple[Int32, ...]:  # type:
 
 
 @dsl_user_op
-def load_4(address: Int32, *, loc=None, ip=None) -> Int32:  # type: ignore[no-untyped-def]
+def load_4(address: Int32, *, loc=None, ip=None) -> Int32:
     """The word at a shared address."""
     operands = [Int32(address).ir_value(loc=loc, ip=ip)]
     return Int32(volatile(T.i32(), operands, "ld.shared.b32 $0, [$1];", "=r,r", loc, ip))
 
 
 @dsl_user_op
-def store_16(address: Int32, words: tuple[Int32, ...], *, loc=None, ip=None) -> None:  # type: ignore[no-untyped-def]
+def store_16(address: Int32, words: tuple[Int32, ...], *, loc=None, ip=None) -> None:
     """Four words to a shared address."""
     operands = [Int32(v).ir_value(loc=loc, ip=ip) for v in (address, *words)]
     volatile(None, operands, "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r", loc, ip)
@@ -91,7 +91,9 @@ class SharedMemory(MicroKernel):
                     where = at + access * 2 * _WORDS // ACCESSES
                     if const_expr(self.access == "load"):
                         loaded = load_16(where)
-                        result[access % 2] = result[access % 2] ^ loaded[0] ^ loaded[1] ^ loaded[2] ^ loaded[3]
+                        result[access % 2] = (
+                            result[access % 2] ^ loaded[0] ^ loaded[1] ^ loaded[2] ^ loaded[3]
+                        )
                     else:
                         store_16(where, (i, offset, i, offset))
         ended = clock()

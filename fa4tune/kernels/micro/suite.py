@@ -42,7 +42,7 @@ class KernelSpec:
 
 @dataclass(frozen=True)
 class Probe:
-    """Launches of one kernel with two iteration counts, whose difference is the cost of the iterations between.
+    """Launches of one kernel with two iteration counts; the difference is the cost of the iterations between.
 
     Args:
         name: of the quantity.
@@ -138,9 +138,7 @@ def _shared_memory() -> tuple[list[KernelSpec], list[Probe]]:
         ("load", "store"), (("throughput", 512), ("warpgroup", WARPGROUP), ("warp", WARP))
     ):
         probes.append(
-            Probe(
-                f"smem_{access}.{label}", f"smem.{access}", threads, 32 * 16 * threads, "bytes", (20, 100)
-            )
+            Probe(f"smem_{access}.{label}", f"smem.{access}", threads, 32 * 16 * threads, "bytes", (20, 100))
         )
     return kernels, probes
 
@@ -183,9 +181,7 @@ def _sections(matmul: bool) -> tuple[list[KernelSpec], list[Probe]]:
         for warpgroups in (1, 2, 3):
             elements = 64 * n * warpgroups
             probes.append(
-                Probe(
-                    f"{name}.wg{warpgroups}", name, WARPGROUP * warpgroups, elements, "elements", (50, 250)
-                )
+                Probe(f"{name}.wg{warpgroups}", name, WARPGROUP * warpgroups, elements, "elements", (50, 250))
             )
     return kernels, probes
 
@@ -291,9 +287,7 @@ def suite(arch: str) -> Suite:
             Load("matmul", "wgmma.ss.n128.k8.queued.wg2", tensor_flops=2 * 64 * 128 * 128 * 2),
             Load("matmul zeros", "wgmma.ss.n128.k8.queued.wg2", "zero", tensor_flops=2 * 64 * 128 * 128 * 2),
             *(
-                Load(
-                    f"loop d{d} wg{groups}", f"loop.n128.d{d}.wg{groups}", tensor_flops=step * d * groups
-                )
+                Load(f"loop d{d} wg{groups}", f"loop.n128.d{d}.wg{groups}", tensor_flops=step * d * groups)
                 for d, groups in ((64, 2), (64, 3), (128, 1), (128, 2), (128, 3))
             ),
         ]

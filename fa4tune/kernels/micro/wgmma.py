@@ -52,12 +52,10 @@ def make_mma(n: int, a_source: str, b_rows_are_k: bool) -> cute.TiledMma:
 
 @cute.jit
 def fill(tile: cute.Tensor, rows: Any, columns: Any, mSource: cute.Tensor, first_row: Int32) -> None:
-    """Copies the source's elements from ``first_row`` on to a shared tile, all threads of the CTA together."""
+    """Copies the source from ``first_row`` on to a shared tile, all threads of the CTA together."""
     count = rows * columns
     for i in cutlass.range(cute.arch.thread_idx()[0], count, cute.arch.block_dim()[0], unroll=1):
-        tile[i // columns, i % columns] = mSource[
-            first_row + i // SOURCE_COLUMNS, i % SOURCE_COLUMNS
-        ]
+        tile[i // columns, i % columns] = mSource[first_row + i // SOURCE_COLUMNS, i % SOURCE_COLUMNS]
 
 
 @cute.jit
@@ -139,4 +137,3 @@ class Wgmma(MicroKernel):
         for i in cutlass.range_constexpr(1, cute.size(acc)):
             result = result + acc[i]
         return began, ended, result
-
