@@ -191,7 +191,7 @@ def steady(plan: KernelPlan, gpu: Gpu, trips: int, miss: float = 0.0, masks: boo
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a problem asks: tiles of a head, all iterations, bytes from HBM, share of K/V loads that miss L2."""
+    """What a problem asks: tiles of a head, all iterations, HBM bytes, share of K/V loads that miss L2."""
 
     trips: tuple[Trips, ...]
     iterations: int

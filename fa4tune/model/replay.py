@@ -116,8 +116,8 @@ def replay(
     )
     period, window = 0.0, None
     if len(starts) >= 6:
-        # The last two iterations drain. Rings make the run repeat after several iterations, and 12 is a multiple
-        # of all that are common.
+        # The last two iterations drain. Rings make the run repeat after several iterations; 12 is a
+        # multiple of all that are common.
         last = len(starts) - 3
         turns = min(12, last // 2)
         period = (starts[last] - starts[last - turns]) / turns

@@ -72,7 +72,7 @@ class Run:
         recorder: Recorder | None = None,
         held: Sequence[float] | None = None,
     ) -> None:
-        """``held`` gives each operation's cycles on a saturated unit: nothing ends sooner than that allows."""
+        """``held`` gives each operation's cycles on a saturated unit: nothing ends sooner."""
         shape = timed.skeleton
         self._body, self._recorder, self._steps = plan.loop.body, recorder, shape.steps
         self._count = len(self._body)

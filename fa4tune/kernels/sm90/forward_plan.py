@@ -484,7 +484,7 @@ def _dependencies(shape: Shape) -> tuple[Dependency, ...]:
         dependencies += [
             Dependency("load_k", f"qk{w}", 0, "k_full"),
             Dependency("load_v", f"pv{w}", 0, "v_full"),
-            Dependency(f"qk{w}", f"row_max{w}", 0, "scores complete"),
+            Dependency(f"qk{w}", f"mask{w}", 0, "scores complete"),
             Dependency(last, f"pv{w}", 0, "P complete"),
             Dependency(f"qk{w}", "load_k", shape.kv_stages, "k_empty"),
         ]
