@@ -305,7 +305,10 @@ def _buffers(shape: Shape, smem: _Smem) -> tuple[Buffer, ...]:
     return (
         Buffer("q", "smem", smem.kv // q_tiles, q_tiles, smem.q),
         Buffer("kv", "smem", smem.stage, shape.kv_stages, smem.kv),
-        Buffer("o", "smem", TILE_M * dv * 2, q_tiles, smem.o, "q" if smem.overlay else None),
+        # in the place of Q each tile's O stays within its own Q
+        Buffer("o", "smem", smem.kv // q_tiles, q_tiles, smem.o, "q")
+        if smem.overlay
+        else Buffer("o", "smem", TILE_M * dv * 2, q_tiles, smem.o),
         Buffer("stats", "smem", TILE_M * 4, 4, smem.stats),
         Buffer("s", "tmem", n, 2, 0),
         Buffer("p", "tmem", n, 2, 0, "s"),
