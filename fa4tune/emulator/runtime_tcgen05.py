@@ -324,8 +324,7 @@ _SHAPES = {"32x32b": (1, 1), "16x64b": (2, 1), "16x128b": (4, 2), "16x256b": (8,
 def _matrix_fragment(shape: str, repeat: int) -> tuple[Array, Array]:
     """Row and column of register j of lane t, shape (registers, 32), for the 16-row shapes.
 
-    The 16-row shapes hold the fragments of 8x8 tiles (PTX ISA, tcgen05 matrix fragments): lane t has row
-    t/4 and column t%4 of a tile of 4 (16x64b: rows 0-7 in the first register's even half).
+    As in CUTLASS's ``copy_traits_sm100.hpp`` (16dp64b, 16dp128b, 16dp256b): a group of four lanes shares a row.
     """
     columns, registers = _SHAPES[shape]
     t = np.arange(32)
@@ -339,8 +338,8 @@ def _matrix_fragment(shape: str, repeat: int) -> tuple[Array, Array]:
                 rows.append(t // 4 + 8 * j)
                 cols.append(r * columns + t % 4)
             else:
-                rows.append(t // 4 % 8 + 8 * (t % 4 // 2))
-                cols.append(r * columns + t % 2)
+                rows.append(t // 4 + 8 * (t % 2))
+                cols.append(r * columns + t // 2 % 2)
     return np.array(rows), np.array(cols)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from fa4tune.emulator.asynchronous import perform
 from fa4tune.emulator.barriers import MBarrier
 from fa4tune.emulator.findings import FaultError, Finding
+from fa4tune.emulator.ptx import Instruction
 from fa4tune.emulator.warp import BLOCKED, DONE, READY, Warp
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def run_cluster(cluster: Cluster) -> bool:
             # work.
             peekers = [w for w in cluster.warps if w.state == BLOCKED and isinstance(w.waiting, MBarrier)]
             if not peekers or timeouts > 1:
+                machine.current = _first_blocked(cluster)
                 raise FaultError("deadlock", _summary(cluster), tuple(_report(cluster)))
             mark = machine.progress
             for w in peekers:
@@ -101,6 +103,13 @@ def _drain(cluster: Cluster) -> None:
         if warp.state == READY:
             cluster.ready.append(warp)
         slices += 1
+
+
+def _first_blocked(cluster: Cluster) -> tuple[Instruction | None, Warp]:
+    """Where the first blocked warp stands: a deadlock belongs to all of them, a report wants one line."""
+    blocked = next(w for w in cluster.warps if w.state == BLOCKED)
+    operations = cluster.machine.program.blocks[blocked.pc].operations
+    return (operations[0].instruction if operations else None), blocked
 
 
 def _summary(cluster: Cluster) -> str:

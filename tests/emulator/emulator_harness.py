@@ -1,4 +1,4 @@
-"""Small PTX kernels around a few instructions: every thread loads its inputs, runs the body, stores its outputs."""
+"""Small PTX kernels: every thread loads its inputs, runs the body, stores its outputs."""
 
 from __future__ import annotations
 
@@ -56,15 +56,27 @@ def launch_of(
     return Launch("k", grid, (threads, 1, 1), cluster, shared, pointers + parameters, regions)
 
 
-def execute(body: str, arrays: list[np.ndarray], *, shared: int = 0, target: str = "sm_100a", extra: str = "",
-            late: int | None = None, trace: bool = False, counters: bool = False, **kw: object) -> Result:  # fmt: skip
+def execute(
+    body: str,
+    arrays: list[np.ndarray],
+    *,
+    shared: int = 0,
+    target: str = "sm_100a",
+    extra: str = "",
+    late: int | None = None,
+    trace: bool = False,
+    counters: bool = False,
+    **kw: object,
+) -> Result:
     """Run a body over buffers; findings are returned."""
     ptx = kernel(body, len(arrays), target=target, shared=shared, extra=extra)
     launch = launch_of(arrays, shared=shared, **kw)  # type: ignore[arg-type]
     return run(ptx, launch, late=late, trace=trace, counters=counters)
 
 
-def lanes(body: str, inputs: list[tuple[str, np.ndarray]], outputs: list[str], *, target: str = "sm_100a") -> list[np.ndarray]:  # fmt: skip
+def lanes(
+    body: str, inputs: list[tuple[str, np.ndarray]], outputs: list[str], *, target: str = "sm_100a"
+) -> list[np.ndarray]:
     """Run ``body`` once a thread over ``inputs`` of any common length.
 
     The k-th input lies in register ``%x{k}``, the k-th output is taken from ``%y{k}``; types are PTX types.

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (a PTX statement stays on one line)
 from __future__ import annotations
 
 import pytest
