@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from fa4tune.hardware.gpu import Gpu
 from fa4tune.kernels.plan import KernelPlan, Operation, Unit
@@ -200,9 +201,17 @@ class Load:
     miss: float
 
 
+@lru_cache(maxsize=4096)
+def _masked_at_least(trips: tuple[Trips, ...], least: int) -> tuple[Trips, ...]:
+    """Iterations that run masked code where a kernel takes it for the first ``least`` in any case."""
+    if not least:
+        return trips
+    return tuple([Trips(t.total, max(t.masked, min(least, t.total))) for t in trips])
+
+
 def load_of(plan: KernelPlan, gpu: Gpu) -> Load:
     """The load that ``plan``'s problem puts on ``gpu``."""
-    trips = head_trips(plan)
+    trips = _masked_at_least(head_trips(plan), int(plan.constants.get("always_masked", 0)))
     copies = plan.problem.batch * (plan.problem.heads // plan.packed_heads)
     places = workers(plan, gpu.sm_count)
     traffic = hbm_bytes(plan, places, gpu.l2_bytes)
@@ -236,7 +245,7 @@ def predict(plan: KernelPlan, gpu: Gpu) -> Prediction:
     extra = max(0.0, state.masked.period - period) if state.masked else 0.0
     span = makespan(plan, load.trips, places, state.later / period, extra / period)
     cold = gpu.copy_miss_clk * (1.0 - min(1.0, miss))
-    fill = state.first - state.later + cold
+    fill = max(0.0, state.first - state.later) + cold
     compute = fill + span.iterations * period + span.masked * extra + span.tiles * state.later
 
     totals, copies = state.plain.totals, plan.resources.ctas_per_sm
@@ -266,7 +275,7 @@ def predict(plan: KernelPlan, gpu: Gpu) -> Prediction:
         clock_mhz=clock,
         period=period,
         steps=_steps(plan, state.plain),
-        bound=_bound(state.plain, compute_us, memory_us, gpu.launch_us),
+        bound=_bound(state.plain, span.iterations * period / clock, compute_us, memory_us, gpu.launch_us),
         utilisation=utilisation,
         tflops=problem.flops_convention() / total_us * 1e-6,
         tflops_exact=problem.flops() / total_us * 1e-6,
@@ -290,8 +299,9 @@ def _miss_share(plan: KernelPlan, trips: tuple[Trips, ...], copies: int, traffic
     return min(1.0, traffic / asked) if asked else 0.0
 
 
-def _bound(timed: Timed, compute_us: float, memory_us: float, launch_us: float) -> str:
-    if launch_us > max(compute_us, memory_us):
+def _bound(timed: Timed, loop_us: float, compute_us: float, memory_us: float, launch_us: float) -> str:
+    """The word for what binds: nothing in the loop where the launch takes longer than all its iterations."""
+    if launch_us > max(loop_us, memory_us):
         return "launch"
     if memory_us >= compute_us * SATURATED:
         return "memory"

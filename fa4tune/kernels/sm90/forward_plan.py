@@ -221,6 +221,7 @@ def build_plan(problem: AttentionProblem, config: SM90ForwardConfig, gpu: Gpu) -
         scheduler=config.scheduler,
         constants={
             "rows": ROWS,
+            "always_masked": 1,
             "o_overlays_q": int(overlay),
             "longest_first": int(config.scheduler == "lpt" or (persistent and problem.mask_kind == "causal")),
             "wait_register": wait_register(config.tile_n, config.overlap),

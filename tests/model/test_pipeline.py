@@ -1,0 +1,173 @@
+"""Steady states of hand-made loops whose periods are known, and the sharing rule."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from fa4tune.errors import PlanError
+from fa4tune.hardware.gpu import Gpu, load_gpu
+from fa4tune.kernels.plan import Dependency, Loop, Mma, Operation, Order, Unit, Work
+from fa4tune.model.pipeline import Timed, rescale_rate, skeleton, solve
+from fa4tune.model.timing import UNITS, rates_of
+
+
+def plain_gpu(**changes: float) -> Gpu:
+    """An H200 without latencies, so that periods can be added up by hand."""
+    zero = dict.fromkeys(
+        ("mma_latency_clk", "barrier_latency_clk", "arithmetic_latency_clk", "copy_latency_clk"), 0.0
+    )
+    base = {"warp_issue_per_clk": 1.0, "exp_overlap": 1.0, "contention": 1.0, "smem_conflict": 0.0}
+    return dataclasses.replace(load_gpu("h200"), **{**zero, **base, **changes})
+
+
+def exponentials(name: str, role: str, cycles: int) -> Operation:
+    return Operation(name, role, Unit.EXP, Work(exp=16 * cycles))
+
+
+def product(name: str, role: str, cycles: int) -> Operation:
+    return Operation(
+        name, role, Unit.TENSOR, Work(mma_flops=4096 * cycles), (Mma(64, 8, 16, 1),), asynchronous=True
+    )
+
+
+def solved(loop: Loop, gpu: Gpu, copies: int = 1, warps: int = 4) -> Timed:
+    rates = rates_of(gpu)
+    durations = [rates.duration(operation, warps) for operation in loop.body]
+    return solve(skeleton(loop), durations, [1.0] * len(loop.body), rates, copies)
+
+
+def chain(groups: int, mma: int, softmax: int) -> Loop:
+    """Roles that each alternate a matrix product and a softmax that needs it."""
+    body, dependencies, orders = [], [], []
+    for g in range(groups):
+        body += [product(f"qk{g}", f"mma{g}", mma), exponentials(f"exp{g}", f"mma{g}", softmax)]
+        dependencies.append(Dependency(f"qk{g}", f"exp{g}"))
+        orders.append(Order(f"mma{g}", (f"qk{g}", f"exp{g}")))
+    return Loop(tuple(body), tuple(dependencies), tuple(orders))
+
+
+def test_one_role_alternates_product_and_softmax() -> None:
+    timed = solved(chain(1, 300, 700), plain_gpu())
+    assert timed.period == pytest.approx(1000)
+    assert {timed.skeleton.owners[timed.skeleton.arcs.sources[a]] for a in timed.cycle} == {0, 1}
+
+
+def test_unit_total_is_a_cycle_of_distance_one() -> None:
+    # a saturated unit binds even when no chain is that long
+    gpu = plain_gpu(contention=0.0)
+    timed = solved(chain(3, 100, 400), gpu)
+    assert timed.ratio == pytest.approx(500)
+    assert timed.period == pytest.approx(1200)
+    assert timed.totals[UNITS.index(Unit.EXP)] == pytest.approx(1200)
+
+
+@pytest.mark.parametrize("groups", [2, 3, 4])
+def test_equal_roles_that_only_share_a_unit_take_turns_on_average(groups: int) -> None:
+    body = tuple(exponentials(f"exp{g}", f"softmax{g}", 500) for g in range(groups))
+    loop = Loop(body, (), tuple(Order(f"softmax{g}", (f"exp{g}",)) for g in range(groups)))
+    assert solved(loop, plain_gpu()).period == pytest.approx(500 * groups, rel=2e-3)
+
+
+def test_order_between_roles_on_the_tensor_cores_replaces_sharing() -> None:
+    shared = chain(2, 400, 900)
+    turns = dataclasses.replace(shared, orders=(*shared.orders, Order("turn", ("qk0", "qk1"))))
+    gpu = plain_gpu()
+    ordered, met = solved(turns, gpu), solved(shared, gpu)
+    assert ordered.stretch[0][0] == 1.0
+    assert met.stretch[0][0] > 1.0
+
+
+@pytest.mark.parametrize(("work", "private"), [(600, 900), (500, 700), (800, 400)])
+def test_sharing_matches_a_queue_at_random_phase(work: int, private: int) -> None:
+    # two roles alternate time of their own (SMEM accesses) and a shared unit; against a simulated queue
+    body, orders = [], []
+    for g in range(2):
+        own = Operation(f"own{g}", f"s{g}", Unit.SMEM, Work(smem_generic_bytes=128 * private))
+        body += [own, exponentials(f"exp{g}", f"s{g}", work)]
+        orders.append(Order(f"s{g}", (f"own{g}", f"exp{g}")))
+    predicted = solved(Loop(tuple(body), (), tuple(orders)), plain_gpu()).period
+    simulated = simulate_processor_sharing(work, private, 20_000, random.Random(4))
+    assert predicted == pytest.approx(simulated, rel=0.08)
+
+
+def simulate_processor_sharing(work: float, private: float, rounds: int, rng: random.Random) -> float:
+    """Mean cycle of two customers with exponential private times and work at one processor-sharing server."""
+    now, done = 0.0, 0
+    waiting = [rng.expovariate(1 / private) for _ in range(2)]
+    left: list[float | None] = [None, None]
+    while done < rounds:
+        active = [i for i in range(2) if left[i] is not None]
+        speed = 1.0 / max(1, len(active))
+        steps = [(left[i] or 0.0) / speed if i in active else waiting[i] for i in range(2)]
+        step = min(steps)
+        now += step
+        for i in range(2):
+            if i in active:
+                left[i] = (left[i] or 0.0) - step * speed
+                if left[i] <= 1e-9:  # type: ignore[operator]
+                    left[i], waiting[i] = None, rng.expovariate(1 / private)
+                    done += 1
+            else:
+                waiting[i] -= step
+                if waiting[i] <= 1e-9:
+                    left[i] = rng.expovariate(1 / work)
+    return 2 * now / done
+
+
+def test_ring_of_stages_limits_by_latency() -> None:
+    # a load of 900 cycles latency and 100 use: one stage 1000 a turn, two 500, many the use alone
+    gpu = plain_gpu(copy_latency_clk=900.0)
+    for stages, period in ((1, 1000.0), (2, 500.0), (4, 250.0), (20, 100.0)):
+        loop = Loop(
+            (
+                Operation("load", "load", Unit.L2, Work(), asynchronous=True),
+                exponentials("use", "softmax", 100),
+            ),
+            (Dependency("load", "use"), Dependency("use", "load", stages)),
+            (Order("load", ("load",)), Order("softmax", ("use",))),
+        )
+        assert solved(loop, gpu).period == pytest.approx(period)
+
+
+def test_two_ctas_share_the_units_of_an_sm() -> None:
+    loop, gpu = chain(1, 400, 400), plain_gpu()
+    one, two = solved(loop, gpu, 1), solved(loop, gpu, 2)
+    assert two.totals == pytest.approx([2 * t for t in one.totals])
+    assert one.period < two.period <= 2 * one.period
+
+
+def test_operand_reads_wait_for_incoming_copies() -> None:
+    reads = Work(mma_flops=4096 * 400, smem_mma_bytes=128 * 300)
+    loop = Loop(
+        (
+            Operation("qk", "mma", Unit.TENSOR, reads, (Mma(64, 8, 16, 1),), asynchronous=True),
+            Operation("load", "load", Unit.L2, Work(smem_tma_write_bytes=128 * 100), asynchronous=True),
+        ),
+        (),
+        (Order("mma", ("qk",)), Order("load", ("load",))),
+    )
+    free, blocked = solved(loop, plain_gpu()), solved(loop, plain_gpu(smem_conflict=1.0))
+    assert free.period == pytest.approx(400)
+    # 400 + 300 * (100 / P) = P
+    assert blocked.period == pytest.approx(200 + (200**2 + 300 * 100) ** 0.5, rel=1e-3)
+
+
+def test_operations_that_wait_in_a_circle_are_refused() -> None:
+    loop = Loop(
+        (exponentials("a", "x", 1), exponentials("b", "y", 1)),
+        (Dependency("a", "b"), Dependency("b", "a")),
+        (Order("x", ("a",)), Order("y", ("b",))),
+    )
+    with pytest.raises(PlanError, match="wait for each other"):
+        skeleton(loop)
+
+
+def test_rescale_rate_falls_with_threshold_and_length() -> None:
+    assert rescale_rate(0.0, 1) == 0.0
+    assert 0.9 < rescale_rate(0.0, 4) <= 1.0
+    assert rescale_rate(0.0, 64) < rescale_rate(0.0, 8)
+    assert rescale_rate(8.0, 64) < 1e-4
+    assert rescale_rate(1.0, 16) > rescale_rate(2.0, 16)

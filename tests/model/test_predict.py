@@ -1,0 +1,148 @@
+"""Predictions against arithmetic that does not go through the model, and replay against prediction."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from fa4tune.errors import ConfigError, InfeasibleError
+from fa4tune.hardware.gpu import Gpu, load_gpu
+from fa4tune.kernels.config import default_config
+from fa4tune.kernels.plan import KernelPlan, Unit
+from fa4tune.kernels.program import build_plan
+from fa4tune.model.predict import clock_mhz, predict
+from fa4tune.model.replay import replay
+from fa4tune.model.roofline import roofline
+from fa4tune.problem import AttentionProblem
+
+PROBLEMS = (
+    "b4_hq32_hk32_sq4096_sk4096_d64_dv64_bf16_full_fwd",
+    "b4_hq16_hk16_sq4096_sk4096_d128_dv128_bf16_causal_fwd",
+    "b2_hq32_hk8_sq2000_sk3000_d128_dv128_bf16_causal_fwd",
+    "b16_hq16_hk16_sq512_sk512_d128_dv128_bf16_full_fwd",
+)
+
+
+def default_plan(text: str, gpu: Gpu) -> KernelPlan:
+    problem = AttentionProblem.parse(text)
+    return build_plan(problem, default_config(problem, gpu.arch), gpu)
+
+
+def random_plans(text: str, gpu: Gpu, count: int, seed: int) -> list[KernelPlan]:
+    """Feasible configs drawn from the whole space."""
+    problem, rng = AttentionProblem.parse(text), random.Random(seed)
+    base = default_config(problem, gpu.arch)
+    plans: list[KernelPlan] = []
+    while len(plans) < count:
+        knobs = {name: rng.choice(base.choices(name)) for name in base.knobs()}
+        try:
+            plans.append(build_plan(problem, base.replace(**knobs), gpu))
+        except (ConfigError, InfeasibleError):
+            continue
+    return plans
+
+
+@pytest.mark.parametrize("gpu_name", ["h200", "b200"])
+@pytest.mark.parametrize("text", PROBLEMS)
+def test_replay_agrees_with_predict_in_steady_state(text: str, gpu_name: str) -> None:
+    gpu = load_gpu(gpu_name)
+    for plan in random_plans(text, gpu, 15, seed=7):
+        played = replay(plan, gpu, trips=40)
+        assert played.period == pytest.approx(played.prediction.period, rel=0.01), str(plan.config)
+
+
+@pytest.mark.parametrize("gpu_name", ["h100", "h200", "b200", "b300"])
+@pytest.mark.parametrize("text", PROBLEMS)
+def test_no_prediction_beats_the_roofline(text: str, gpu_name: str) -> None:
+    gpu = load_gpu(gpu_name)
+    for plan in [default_plan(text, gpu), *random_plans(text, gpu, 5, seed=3)]:
+        prediction = predict(plan, gpu)
+        at_clock = dataclasses.replace(gpu, clock_mhz=prediction.clock_mhz)
+        assert prediction.microseconds >= roofline(plan, at_clock).time * 1e6
+
+
+@pytest.mark.parametrize("gpu_name", ["h200", "b200"])
+@pytest.mark.parametrize("text", PROBLEMS)
+def test_breakdown_adds_up_to_the_time(text: str, gpu_name: str) -> None:
+    gpu = load_gpu(gpu_name)
+    for plan in random_plans(text, gpu, 5, seed=5):
+        prediction = predict(plan, gpu)
+        assert sum(prediction.breakdown.values()) == pytest.approx(prediction.microseconds, rel=1e-6)
+        assert all(part >= -1e-9 for part in prediction.breakdown.values())
+
+
+@pytest.mark.parametrize("gpu_name", ["h200", "b200"])
+def test_critical_cycle_explains_the_period(gpu_name: str) -> None:
+    gpu = load_gpu(gpu_name)
+    for plan in random_plans(PROBLEMS[0], gpu, 10, seed=9):
+        prediction = predict(plan, gpu)
+        around = sum(s.cycles for s in prediction.steps) / sum(s.distance for s in prediction.steps)
+        assert around <= prediction.period * 1.001
+        if prediction.bound == "latency chain":
+            assert around == pytest.approx(prediction.period, rel=1e-6)
+
+
+@pytest.mark.parametrize(("gpu_name", "kv_heads"), [("h200", 32), ("b200", 32), ("b200", 8)])
+def test_single_query_decode_is_memory_bound(gpu_name: str, kv_heads: int) -> None:
+    gpu = load_gpu(gpu_name)
+    text = f"b64_hq32_hk{kv_heads}_sq1_sk8192_d128_dv128_bf16_full_fwd"
+    prediction = predict(default_plan(text, gpu), gpu)
+    least = 64 * kv_heads * 8192 * 256 * 2 / (gpu.hbm_gbytes_per_s * 1e3)
+    assert prediction.bound == "memory"
+    assert least < prediction.microseconds < 1.25 * least
+
+
+def test_tiny_problem_is_bound_by_its_launch() -> None:
+    gpu = load_gpu("h200")
+    prediction = predict(default_plan("b1_hq1_hk1_sq64_sk64_d64_dv64_bf16_full_fwd", gpu), gpu)
+    assert prediction.bound == "launch"
+    assert prediction.microseconds < 10
+
+
+def test_faster_exponentials_help_where_the_chain_holds_them() -> None:
+    gpu = load_gpu("b200")
+    plan = default_plan("b4_hq32_hk32_sq8192_sk8192_d64_dv64_bf16_full_fwd", gpu)
+    assert predict(plan, gpu.scaled(exp=2.0)).microseconds < 0.95 * predict(plan, gpu).microseconds
+
+
+@pytest.mark.parametrize("rate", ["mma", "exp", "smem", "fma", "l2", "hbm"])
+def test_a_faster_unit_never_slows_the_kernel_at_a_fixed_clock(rate: str) -> None:
+    cool = dataclasses.replace(load_gpu("h200"), power_watts=1e6)
+    for plan in random_plans(PROBLEMS[1], cool, 6, seed=11):
+        before, after = predict(plan, cool), predict(plan, cool.scaled(**{rate: 2.0}))
+        assert after.microseconds <= before.microseconds * 1.002
+
+
+def test_clock_keeps_power_at_the_limit() -> None:
+    gpu = load_gpu("h200")
+    assert clock_mhz(gpu, 0.5, 0.0) == gpu.max_clock_mhz
+    for tensor in (0.4, 0.8, 1.0):
+        clock = clock_mhz(gpu, 1.0, tensor)
+        watts = (gpu.active_watts + tensor * gpu.tensor_watts) * (clock / gpu.max_clock_mhz) ** 3
+        assert watts == pytest.approx(gpu.power_watts)
+    assert clock_mhz(gpu, 1.0, 0.6) > clock_mhz(gpu, 1.0, 0.8)
+
+
+def test_clock_reproduces_the_measured_sag() -> None:
+    # H200 under attention: 1.76 GHz at 60.6% tensor activity (d64), 1.69 GHz at 81.5% (d128)
+    gpu = load_gpu("h200")
+    assert clock_mhz(gpu, 1.0, 0.606) == pytest.approx(1760, rel=0.01)
+    assert clock_mhz(gpu, 1.0, 0.815) == pytest.approx(1690, rel=0.01)
+
+
+def test_causal_costs_about_half_of_full() -> None:
+    gpu = load_gpu("h200")
+    full = predict(default_plan("b2_hq16_hk16_sq16384_sk16384_d128_dv128_bf16_full_fwd", gpu), gpu)
+    causal = predict(default_plan("b2_hq16_hk16_sq16384_sk16384_d128_dv128_bf16_causal_fwd", gpu), gpu)
+    assert 0.5 < causal.microseconds / full.microseconds < 0.6
+
+
+def test_utilisation_of_the_replay_matches_the_prediction() -> None:
+    gpu = load_gpu("b200")
+    plan = default_plan("b1_hq1_hk1_sq256_sk16384_d128_dv128_bf16_full_fwd", gpu)
+    played = replay(plan, gpu, trips=128).utilisation()
+    period = predict(plan, gpu).period
+    tensor = 2 * 2 * 256 * 128 * 128 / gpu.mma_flops_per_clk / 2 / period * 2
+    assert played[Unit.TENSOR] == pytest.approx(tensor, rel=0.05)
