@@ -96,6 +96,9 @@ class Bench:
         RuntimeError: no CUDA GPU, or one of another architecture than the bundle's.
     """
 
+    memory = "cuda"
+    """Device of the tensors."""
+
     def __init__(self, bundle: Path) -> None:
         self.manifest = CalibrationManifest.read(bundle)
         self.bundle = bundle
@@ -110,7 +113,7 @@ class Bench:
         self.sm_count = self.properties.multi_processor_count
         self.suite = suite(self.manifest.arch)
         self.probes = {probe.name: probe for probe in self.suite.probes}
-        self.sink = torch.zeros(self.sm_count * MOST_THREADS, device="cuda")
+        self.sink = torch.zeros(self.sm_count * MOST_THREADS, device=self.memory)
         self.stamps = [self._new_stamps() for _ in range(8)]
         self.sources = {"random": self._random(SMALL_ROWS), "zero": self._zero(SMALL_ROWS)}
         self._flush: torch.Tensor | None = None
@@ -120,17 +123,17 @@ class Bench:
         self._cycles: dict[str, float] = {}
 
     def _new_stamps(self) -> torch.Tensor:
-        return torch.zeros(self.sm_count * MOST_THREADS // 32 * 2, dtype=torch.int64, device="cuda")
+        return torch.zeros(self.sm_count * MOST_THREADS // 32 * 2, dtype=torch.int64, device=self.memory)
 
     def _random(self, rows: int) -> torch.Tensor:
-        generator = torch.Generator("cuda").manual_seed(rows)
-        block = torch.randn(min(rows, 1 << 16), COLUMNS, device="cuda", generator=generator).bfloat16()
-        source = torch.empty(rows, COLUMNS, dtype=torch.bfloat16, device="cuda")
+        generator = torch.Generator(self.memory).manual_seed(rows)
+        block = torch.randn(min(rows, 1 << 16), COLUMNS, device=self.memory, generator=generator).bfloat16()
+        source = torch.empty(rows, COLUMNS, dtype=torch.bfloat16, device=self.memory)
         source.view(-1, *block.shape).copy_(block)
         return source
 
     def _zero(self, rows: int) -> torch.Tensor:
-        return torch.zeros(rows, COLUMNS, dtype=torch.bfloat16, device="cuda")
+        return torch.zeros(rows, COLUMNS, dtype=torch.bfloat16, device=self.memory)
 
     def environment(self) -> dict[str, Any]:
         """Facts of the machine."""
@@ -198,7 +201,7 @@ class Bench:
     def flush(self) -> None:
         """Fill L2 with other data."""
         if self._flush is None:
-            self._flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+            self._flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=self.memory)
         self._flush.zero_()
 
     def block_cycles(self, probe: Probe, stamps: torch.Tensor) -> list[int]:
@@ -270,7 +273,7 @@ class Bench:
         """A launch without work: between events, on a stream in a row, in a graph.
 
         Returns:
-            ``event_us``: median between two events around one launch on a busy GPU; ``stream_us``: one of many
+            ``event_us``: median between two events around a launch on a busy GPU; ``stream_us``: one of many
             in a row; ``graph_us``: one of many in a graph; ``pair_us``: two events without a launch.
         """
         probe, stamps = self.probes[name], self.stamps[0]
@@ -407,7 +410,7 @@ def serve(bench: Bench, job: dict[str, Any]) -> dict[str, Any]:
         return {"reason": f"{type(error).__name__}: {str(error).strip()[:500]}"}
 
 
-def main() -> None:
+def main(make: Callable[[Path], Bench] = Bench) -> None:
     """Serve jobs until stdin closes."""
     # what libraries print goes to stderr, the protocol keeps stdout
     answers = os.fdopen(os.dup(1), "w")
@@ -418,7 +421,7 @@ def main() -> None:
         answers.flush()
 
     try:
-        bench = Bench(Path(sys.argv[1]))
+        bench = make(Path(sys.argv[1]))
     except Exception as error:  # the parent says it in one sentence
         reply({"reason": str(error).strip()[:500]})
         return

@@ -168,6 +168,17 @@ def _matmul() -> tuple[list[KernelSpec], list[Probe]]:
     return kernels, probes
 
 
+def _interference() -> tuple[list[KernelSpec], list[Probe]]:
+    kernels, probes = [], []
+    for stores in (0, 8, 16):
+        name = f"interference.stores{stores}"
+        arguments = (("n", 128), ("steps", 8), ("stores", stores))
+        kernels.append(KernelSpec(name, "interference", "Interference", arguments))
+        flops = 2 * 2 * 64 * 128 * 128
+        probes.append(Probe(name, name, 3 * WARPGROUP, flops, "flops", (100, 500)))
+    return kernels, probes
+
+
 def _sections(matmul: bool) -> tuple[list[KernelSpec], list[Probe]]:
     kernels, probes = [], []
     variants = [(n, exponentials, 0) for n in (64, 128, 176) for exponentials in (True, False)]
@@ -270,7 +281,7 @@ def suite(arch: str) -> Suite:
     parts = [
         _arithmetic(),
         _shared_memory(),
-        *([_matmul()] if matmul else []),
+        *([_matmul(), _interference()] if matmul else []),
         _sections(matmul),
         _signals(),
         _copies(),
