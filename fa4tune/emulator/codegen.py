@@ -239,7 +239,7 @@ class _BlockWriter:
         if isinstance(operand, Negated):
             return f"inv({self.load(operand.register)})"
         if isinstance(operand, Immediate):
-            if kind in "fd" and operand.value:
+            if kind in "fd" and operand.value and operation.op not in ("selp", "mov"):  # those move bits
                 raise unsupported(operation.instruction, "has an integer literal where a float belongs")
             return self.compiler.name(numpy_alu.constant(kind, operand.value), "c")
         if isinstance(operand, FloatImmediate):

@@ -296,9 +296,10 @@ def _div(ins: Instruction, m: Modifiers) -> Operation:
 
 @opcode("min", "max")
 def _minmax(ins: Instruction, m: Modifiers) -> Operation:
-    kind_name = m.take(*INT_TYPES)
+    relu = ".relu" if m.take("relu") else ""  # a negative result becomes 0
+    kind_name = m.need("s32") if relu else m.take(*INT_TYPES)
     if kind_name is not None:
-        return alu(ins, ins.opcode, TYPE_KIND[kind_name], TYPE_KIND[kind_name] * 2, "int")
+        return alu(ins, f"{ins.opcode}{relu}", TYPE_KIND[kind_name], TYPE_KIND[kind_name] * 2, "int")
     ftz = m.take("ftz") is not None
     nan = m.take("NaN")
     absolute = m.take("xorsign")

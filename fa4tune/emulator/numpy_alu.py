@@ -130,7 +130,8 @@ def _minmax(operation: Operation, parts: list[str]) -> Function:
     largest = parts[0].startswith("max")
     kind = operation.dst_kinds
     if kind not in "fdFGVB":
-        return np.maximum if largest else np.minimum
+        limit: Function = np.maximum if largest else np.minimum
+        return (lambda a, b: np.maximum(limit(a, b), 0)) if "relu" in parts else limit
     if "NaN" in parts:
         base: Function = np.maximum if largest else np.minimum
     else:

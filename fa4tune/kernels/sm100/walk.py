@@ -20,7 +20,7 @@ from fa4tune.kernels.tile_scheduler import (
 
 
 class Tile(NamedTuple):
-    """An output tile: query block, packed head group, sequence; its K/V tiles, of which the last are clear."""
+    """An output tile: query block, packed head group, sequence; its K/V tiles, the clear ones last."""
 
     m_block: Any
     head: Any
