@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 
 from fa4tune.errors import PlanError
 
-_TOLERANCE = 1e-9
-
 
 @dataclass(frozen=True, slots=True)
 class Arcs:
@@ -165,6 +163,9 @@ def maximum_cycle_ratio(
 ) -> CycleRatio:
     """The largest cycle ratio by Howard's policy iteration.
 
+    A policy is one arc out of each node. Its best cycle gives a ratio; potentials of the nodes under that
+    ratio either prove that no cycle has a larger one, or name arcs that improve the policy.
+
     Args:
         arcs: the graph; every cycle has a distance of at least 1.
         weights: cycles of each arc, in the order of ``arcs``.
@@ -173,89 +174,81 @@ def maximum_cycle_ratio(
     Returns:
         The ratio in the unit of ``weights``, and a cycle that attains it.
     """
-    targets, distances, outgoing = arcs.targets, arcs.distances, arcs.outgoing
-    nodes = arcs.nodes
+    sources, targets, distances = arcs.sources, arcs.targets, arcs.distances
     # A node without arcs out lies on no cycle: -1.
     chosen = (
         list(policy)
         if policy is not None
-        else [max(out, key=weights.__getitem__) if out else -1 for out in outgoing]
+        else [max(out, key=weights.__getitem__) if out else -1 for out in arcs.outgoing]
     )
-    best = 0.0
-    best_cycle: tuple[int, ...] = ()
-    potential = [0.0] * nodes
-    ratio = [0.0] * nodes
-    for _ in range(200):
-        best, best_cycle = _evaluate(arcs, weights, chosen, potential, ratio)
+    potential = [0.0] * arcs.nodes
+    tolerance = 1e-9 * (1.0 + sum(weights))
+    for _ in range(10_000):
+        ratio, cycle = _best_policy_cycle(arcs, weights, chosen)
+        if cycle:
+            _set_potentials(arcs, weights, chosen, ratio, sources[cycle[0]], potential)
         improved = False
-        for node in range(nodes):
-            out = outgoing[node]
-            if len(out) < 2:
-                continue
-            now_ratio, now_value, pick = ratio[node], potential[node], -1
-            for arc in out:
-                target = targets[arc]
-                other = ratio[target]
-                if other > now_ratio + _TOLERANCE * (1 + abs(now_ratio)):
-                    now_ratio, pick = other, arc
-                    now_value = weights[arc] - other * distances[arc] + potential[target]
-                elif other >= now_ratio - _TOLERANCE * (1 + abs(now_ratio)):
-                    value = weights[arc] - now_ratio * distances[arc] + potential[target]
-                    if value > now_value + 1e-7 * (1 + abs(now_value)):
-                        now_value, pick = value, arc
-            if pick >= 0 and pick != chosen[node]:
-                chosen[node] = pick
+        for arc, source in enumerate(sources):
+            value = weights[arc] - ratio * distances[arc] + potential[targets[arc]]
+            if value > potential[source] + tolerance:
+                potential[source] = value
+                chosen[source] = arc
                 improved = True
         if not improved:
             break
-    return CycleRatio(best, best_cycle, tuple(chosen))
+    return CycleRatio(ratio, tuple(cycle), tuple(chosen))
 
 
-def _evaluate(
-    arcs: Arcs, weights: Sequence[float], chosen: list[int], potential: list[float], ratio: list[float]
-) -> tuple[float, tuple[int, ...]]:
-    """Ratio and potential of every node under the policy ``chosen``; the largest ratio and its cycle."""
+def _best_policy_cycle(
+    arcs: Arcs, weights: Sequence[float], chosen: Sequence[int]
+) -> tuple[float, list[int]]:
     targets, distances = arcs.targets, arcs.distances
-    colour = [0] * arcs.nodes
+    colour = [-1] * arcs.nodes
     best = 0.0
-    best_cycle: tuple[int, ...] = ()
+    best_cycle: list[int] = []
     for root in range(arcs.nodes):
-        if colour[root]:
-            continue
-        path = []
         node = root
-        mark = root + 1
-        while node >= 0 and not colour[node]:
-            colour[node] = mark
-            path.append(node)
+        while node >= 0 and colour[node] < 0:
+            colour[node] = root
             arc = chosen[node]
             node = targets[arc] if arc >= 0 else -1
-        if node >= 0 and colour[node] == mark:  # a new cycle closes at node
-            start = path.index(node)
-            cycle = [chosen[n] for n in path[start:]]
-            weight = distance = 0.0
-            for arc in cycle:
-                weight += weights[arc]
-                distance += distances[arc]
-            value = weight / distance
-            if value > best or not best_cycle:
-                best, best_cycle = value, tuple(cycle)
-            ratio[node], potential[node] = value, 0.0
-            end = start
-        else:
-            if node < 0:
-                last = path.pop()
-                ratio[last], potential[last] = 0.0, 0.0
-            end = -1
-        for member in reversed(path):
-            if end >= 0 and member == node:
-                continue
-            arc = chosen[member]
-            target = targets[arc]
-            value = ratio[target]
-            ratio[member] = value
-            potential[member] = weights[arc] - value * distances[arc] + potential[target]
+        if node < 0 or colour[node] != root:
+            continue
+        start, cycle, weight, distance = node, [], 0.0, 0
+        while True:
+            arc = chosen[node]
+            cycle.append(arc)
+            weight += weights[arc]
+            distance += distances[arc]
+            node = targets[arc]
+            if node == start:
+                break
+        if weight / distance > best or not best_cycle:
+            best, best_cycle = weight / distance, cycle
     return best, best_cycle
+
+
+def _set_potentials(
+    arcs: Arcs,
+    weights: Sequence[float],
+    chosen: Sequence[int],
+    ratio: float,
+    root: int,
+    potential: list[float],
+) -> None:
+    """Potentials of all nodes whose policy leads to ``root``, which keeps its own."""
+    into: list[list[int]] = [[] for _ in range(arcs.nodes)]
+    for node, arc in enumerate(chosen):
+        if arc >= 0 and node != root:
+            into[arcs.targets[arc]].append(node)
+    ready = [root]
+    while ready:
+        target = ready.pop()
+        base = potential[target]
+        for node in into[target]:
+            arc = chosen[node]
+            potential[node] = weights[arc] - ratio * arcs.distances[arc] + base
+            ready.append(node)
 
 
 def simulate(

@@ -237,17 +237,28 @@ def _retime(nodes: int, arcs: list[tuple[int, int, int, int, str]]) -> list[int]
     raise PlanError("operations wait for each other's later tiles in a circle; the loop can never start")
 
 
+_SKELETONS: dict[int, tuple[Loop, Skeleton]] = {}
+"""By identity: plan builders keep their loops, and hashing one takes as long as solving it."""
+
+
 def skeleton(loop: Loop) -> Skeleton:
-    """The event graph of ``loop`` without durations; equal loops share one.
+    """The event graph of ``loop`` without durations; loops that differ in work only share one.
 
     Raises:
         PlanError: the operations wait for each other, so that no iteration can complete.
     """
-    return _skeleton(
+    found = _SKELETONS.get(id(loop))
+    if found is not None and found[0] is loop:
+        return found[1]
+    shape = _skeleton(
         tuple([(op.name, op.role, op.unit, op.asynchronous) for op in loop.body]),
         loop.dependencies,
         loop.orders,
     )
+    if len(_SKELETONS) > 10_000:
+        _SKELETONS.clear()
+    _SKELETONS[id(loop)] = (loop, shape)
+    return shape
 
 
 def rescale_rate(threshold: float, trips: int) -> float:

@@ -109,16 +109,25 @@ class Steady:
     """What one loop on one GPU settles on, apart from the problem's size.
 
     ``plain`` and ``masked`` are the loop without and with mask operations; ``first`` and ``later`` the cycles
-    that a CTA's first and every later tile cost beside their iterations.
+    that a CTA's first and every later tile cost beside their iterations. ``plan`` and ``rates`` keep alive
+    what the cache knows by identity.
     """
 
     plain: Timed
     masked: Timed | None
     first: float
     later: float
+    plan: KernelPlan
+    rates: Rates
+
+
+def _same_operations(a: KernelPlan, b: KernelPlan) -> bool:
+    return a.loop is b.loop and a.prologue is b.prologue and a.epilogue is b.epilogue and a.roles == b.roles
 
 
 _STEADY: OrderedDict[tuple[object, ...], Steady] = OrderedDict()
+"""By identity of operations, which plan builders share between configs that differ elsewhere."""
+
 _KEPT = 4096
 
 
@@ -152,21 +161,9 @@ def steady(plan: KernelPlan, gpu: Gpu, trips: int, miss: float = 0.0, masks: boo
     single = plan.scheduler != "persistent"
     depth = min(trips, 64)
     miss = round(miss * 8) / 8
-    key = (
-        rates,
-        plan.loop,
-        plan.prologue,
-        plan.epilogue,
-        plan.roles,
-        threshold,
-        copies,
-        single,
-        depth,
-        miss,
-        masks,
-    )
+    key = (id(rates), id(plan.loop), id(plan.epilogue), threshold, copies, single, depth, miss, masks)
     found = _STEADY.get(key)
-    if found is not None:
+    if found is not None and found.rates is rates and _same_operations(found.plan, plan):
         return found
     shape = skeleton(plan.loop)
     durations = _durations(plan, rates, body, miss)
@@ -183,7 +180,7 @@ def steady(plan: KernelPlan, gpu: Gpu, trips: int, miss: float = 0.0, masks: boo
     overhead = gpu.tile_overhead_clk
     first = end - probe * plain.ratio + overhead
     later = first if single else run.tile(probe, plain.values) - end - probe * plain.ratio + overhead
-    found = Steady(plain, masked, first, max(0.0, later))
+    found = Steady(plain, masked, first, max(0.0, later), plan, rates)
     _STEADY[key] = found
     if len(_STEADY) > _KEPT:
         _STEADY.popitem(last=False)

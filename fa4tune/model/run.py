@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from fa4tune.kernels.plan import KernelPlan, Operation
 from fa4tune.model.pipeline import EXECUTES, ISSUES, Timed
@@ -38,10 +37,27 @@ class Once:
     signals: tuple[str, ...]
 
 
-@lru_cache(maxsize=1024)
-def _once_links(
-    operations: tuple[Operation, ...], body: tuple[Operation, ...], prologue: bool
-) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+Links = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+_LINKS: dict[int, tuple[KernelPlan, tuple[Links, Links]]] = {}
+"""By identity of the loop; the plan is kept so that it stays the same object."""
+
+
+def _links_of(plan: KernelPlan) -> tuple[Links, Links]:
+    found = _LINKS.get(id(plan.loop))
+    if found is not None:
+        known = found[0]
+        if known.loop is plan.loop and known.prologue is plan.prologue and known.epilogue is plan.epilogue:
+            return found[1]
+    body = plan.loop.body
+    links = _once_links(plan.prologue, body, True), _once_links(plan.epilogue, body, False)
+    if len(_LINKS) > 10_000:
+        _LINKS.clear()
+    _LINKS[id(plan.loop)] = (plan, links)
+    return links
+
+
+def _once_links(operations: tuple[Operation, ...], body: tuple[Operation, ...], prologue: bool) -> Links:
     """(earlier operations of the phase, loop operations) that each operation waits for through barriers.
 
     An operation that its role executes itself also sees the role's asynchronous loop operations completed.
@@ -95,9 +111,9 @@ class Run:
         self._phases = tuple(
             tuple(
                 _once(operation, links, rates.duration(operation, warps[operation.role]))
-                for operation, links in zip(phase, _once_links(phase, self._body, first), strict=True)
+                for operation, links in zip(phase, phase_links, strict=True)
             )
-            for phase, first in ((plan.prologue, True), (plan.epilogue, False))
+            for phase, phase_links in zip((plan.prologue, plan.epilogue), _links_of(plan), strict=True)
         )
 
     def tile(
