@@ -1,0 +1,138 @@
+"""``fa4tune explain`` as people call it: a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+PROBLEM = "b4_hq16_hk16_sq8192_sk8192_d128_dv128_bf16_causal_fwd"
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fa4tune.cli.main", *arguments], capture_output=True, text=True, timeout=60
+    )
+
+
+def _json(*arguments: str) -> dict:  # type: ignore[type-arg]
+    done = _run("explain", *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h200", "b200", "b300"])
+def test_json_has_the_documented_top_level(gpu: str) -> None:
+    answer = _json(PROBLEM, "--gpu", gpu)
+    assert {
+        "predicted_tflops",
+        "predicted_tflops_exact_flops",
+        "bound",
+        "cycles",
+        "budgets",
+        "config",
+    } <= set(answer)
+    assert {"tensor", "smem", "smem_mma_reads", "exp", "fma", "issue", "hbm"} <= set(answer["cycles"])
+    assert 0 < answer["share_of_peak"] < 1
+    paths = [value for name, value in answer["cycles"].items() if name.startswith("smem_")]
+    assert sum(paths) == pytest.approx(answer["cycles"]["smem"])
+
+
+def test_options_and_string_name_the_same_problem() -> None:
+    options = [
+        "--batch",
+        "4",
+        "--seqlen-q",
+        "8192",
+        "--heads",
+        "16",
+        "--head-dim",
+        "128",
+        "--causal",
+        "--arch",
+        "sm_100a",
+    ]
+    assert _json(*options) == _json(PROBLEM)
+
+
+def test_default_config_of_blackwell_is_that_of_flash_attention_4() -> None:
+    config = _json(PROBLEM)["config"]
+    assert (config["tile_n"], config["q_tiles"], config["cta_group"]) == (128, 2, 1)
+    assert (config["exp2_share"], config["exp2_degree"], config["rescale_threshold"]) == (0.125, 3, 8.0)
+
+
+def test_config_changes_the_prediction_and_refusals_name_numbers() -> None:
+    base = _json(PROBLEM, "--gpu", "h200")
+    small = _json(PROBLEM, "--gpu", "h200", "--config", "tile_m=64,tile_n=64")
+    assert small["predicted_us"] > base["predicted_us"]
+    refused = _run("explain", PROBLEM, "--gpu", "h200", "--config", "tile_n=256,kv_stages=4")
+    assert refused.returncode == 1
+    assert "cannot run" in refused.stderr
+    assert any(character.isdigit() for character in refused.stderr)
+    assert len(refused.stderr.strip().splitlines()) == 1
+
+
+def test_single_query_is_memory_bound() -> None:
+    answer = _json("b64_hq32_hk32_sq1_sk8192_d128_dv128_bf16_full_fwd", "--gpu", "h200")
+    assert "memory" in answer["bound"] or "hbm" in answer["bound"].lower()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "no problem was given"),
+        (["b4_hq16"], "'b4_hq16' is not a problem"),
+        ([PROBLEM, "--gpu", "rtx9090"], "GPU 'rtx9090' is not known"),
+        ([PROBLEM, "--gpu", "h200", "--arch", "sm_100a"], "--gpu h200 is sm_90a but --arch says sm_100a"),
+        ([PROBLEM, "--heads", "4"], "both a PROBLEM and --heads were given"),
+        (["--batch", "1", "--heads", "8", "--head-dim", "64"], "the problem lacks --seqlen-q"),
+        ([PROBLEM, "--config", "speed=1"], "knob 'speed' does not exist"),
+        (
+            ["--batch", "1", "--seqlen-q", "8", "--heads", "8", "--kv-heads", "3", "--head-dim", "64"],
+            "kv_heads=3 does not divide heads=8",
+        ),
+    ],
+)
+def test_bad_usage_is_one_sentence_and_status_2(arguments: list[str], words: str) -> None:
+    done = _run("explain", *arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert done.stdout == ""
+
+
+def test_explain_imports_neither_torch_nor_the_compiler() -> None:
+    code = (
+        f"import sys; sys.argv = ['fa4tune', 'explain', {PROBLEM!r}, '--json'];"
+        "from fa4tune.cli.main import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "heavy = {'torch', 'cutlass', 'optuna', 'scipy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_text_for_people_names_bound_budgets_and_changes() -> None:
+    done = _run("explain", PROBLEM)
+    assert done.returncode == 0
+    for words in ("Bound by", "Budgets of a CTA", "What one knob would change", "tensor cores", "TFLOP/s"):
+        assert words in done.stdout
+
+
+def test_model_config_gives_heads_and_causal(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "hidden_size": 4096,
+            }
+        )
+    )
+    answer = _json("--model-config", str(path), "--batch", "2", "--seqlen-q", "4096")
+    assert answer["problem"] == "b2_hq32_hk8_sq4096_sk4096_d128_dv128_bf16_causal_fwd"
