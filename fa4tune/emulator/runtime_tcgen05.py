@@ -324,7 +324,7 @@ _SHAPES = {"32x32b": (1, 1), "16x64b": (2, 1), "16x128b": (4, 2), "16x256b": (8,
 def _matrix_fragment(shape: str, repeat: int) -> tuple[Array, Array]:
     """Row and column of register j of lane t, shape (registers, 32), for the 16-row shapes.
 
-    As in CUTLASS's ``copy_traits_sm100.hpp`` (16dp64b, 16dp128b, 16dp256b): a group of four lanes shares a row.
+    As in CUTLASS (``copy_traits_sm100.hpp``, 16dp64b, 16dp128b, 16dp256b): four lanes share a row.
     """
     columns, registers = _SHAPES[shape]
     t = np.arange(32)
