@@ -32,7 +32,7 @@ class EmulatedCall:
 
     Args:
         out: (batch, seqlen_q, heads, head_dim_v); lse: (batch, heads, seqlen_q).
-"""Largest error of an output element against float64, relative to the largest element of the output."""
+        out_error: largest difference of ``out`` from float64 over the largest element; inf for a NaN.
         lse_error: largest absolute difference of ``lse``; rows without a key must be -inf.
         results: the machine's result of each launch.
     """
