@@ -56,10 +56,11 @@ _SHAPE: dict[str, tuple[Any, Any]] = {
 }
 
 
-def with_problems(command: Callable[..., Any]) -> Callable[..., Any]:
+def with_problems(command: Callable[..., Any], unless: str | None = None) -> Callable[..., Any]:
     """Give a command the PROBLEM arguments and the shape options; it is called with ``problems``, a tuple.
 
-    A command that takes one problem calls :func:`only` on it.
+    A command that takes one problem calls :func:`only` on it. ``unless`` names an own option of the command
+    that makes a problem unnecessary: with it and no problem, ``problems`` is empty.
     """
     own = inspect.signature(command, eval_str=True)
     shape = [
@@ -93,6 +94,8 @@ def with_problems(command: Callable[..., Any]) -> Callable[..., Any]:
     def run(**values: Any) -> Any:
         given = {name: values.pop(name) for name in (*_SHAPE, "causal")}
         texts = values.pop("problem") or []
+        if unless is not None and values[unless] and not texts and not any(given.values()):
+            return command(problems=(), **values)
         return command(problems=resolve_problems(texts, **given), **values)
 
     signature = inspect.Signature([argument, *rest, *shape])

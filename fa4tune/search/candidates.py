@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import optuna
+
 from fa4tune.errors import ConfigError, SearchError
 from fa4tune.hardware.gpu import Gpu
 from fa4tune.kernels.config import CONFIGS, KernelConfig, default_config
@@ -43,31 +45,42 @@ def choose(
     tried: Mapping[KernelConfig, float | None],
     count: int,
     *,
+    again: Iterable[KernelConfig] = (),
     asked: Iterable[tuple[KernelConfig, str]] = (),
     sampler: str = "tpe",
     seed: int = 0,
 ) -> list[Choice]:
-    """The next ``count`` configs, in the order to try them.
+    """What one round of measuring compares: the default, known configs to time again, and new ones.
 
     Args:
         problem, gpu: what is searched.
         ranked: the whole space with predictions, fastest first.
-        tried: configs that are known: their time, or None where they failed. The default is chosen again
-            unless it has a time, because it is the floor of every search.
-        count: how many; ``asked`` configs count too.
+        tried: configs that are known: their time, or None where they failed.
+        count: new configs, the default among them while it has no outcome; ``asked`` ones count too.
+        again: known configs to time along, such as the table's present entry.
         asked: configs to try before the model's, each with its phase.
         sampler: ``tpe`` or ``gp``.
         seed: of the sampler.
+
+    Returns:
+        the configs in the order to try them; the default comes first in every round, for it is the floor of
+        a search and shows the drift between rounds.
 
     Raises:
         SearchError: an unknown sampler.
     """
     if sampler not in SAMPLERS:
         raise SearchError(f"sampler {sampler!r} is not known; use one of {', '.join(SAMPLERS)}")
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
     base = default_config(problem, gpu.arch)
     chosen: dict[KernelConfig, str] = {}
-    if tried.get(base) is None and plan_or_none(problem, base, gpu) is not None:
+    if plan_or_none(problem, base, gpu) is not None:
         chosen[base] = "default"
+        count += base in tried
+    for config in again:
+        if plan_or_none(problem, config, gpu) is not None and config not in chosen:
+            chosen[config] = "incumbent"
+            count += 1
     for config, phase in asked:
         if config not in tried and len(chosen) < count:
             chosen.setdefault(config, phase)
@@ -114,8 +127,6 @@ def _propose(
     slowest, and a spread of predictions, scaled to the measurements: samplers take no prior, but they take
     observations. Of what it proposes, the model's fastest are taken.
     """
-    import optuna
-
     cls = CONFIGS[gpu.arch]
     predictions = {r.config: r.predicted_us for r in ranked}
     measured = {c: t for c, t in tried.items() if t is not None}
@@ -150,7 +161,8 @@ def _propose(
             if config not in chosen:
                 pool[config] = value
         study.tell(trial, value)
-    return sorted(pool, key=lambda c: pool[c])[:count]
+    picked = [Ranked(config, time) for config, time in sorted(pool.items(), key=lambda item: item[1])]
+    return [r.config for r in diverse(picked, count, taken=chosen)]
 
 
 def _spread(ranked: Sequence[Ranked]) -> list[Ranked]:
@@ -161,8 +173,6 @@ def _spread(ranked: Sequence[Ranked]) -> list[Ranked]:
 
 
 def _sampler(name: str, seed: int) -> object:
-    import optuna
-
     if name == "gp":
         return optuna.samplers.GPSampler(seed=seed, n_startup_trials=0, deterministic_objective=False)
     return optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=0)

@@ -156,6 +156,7 @@ class Measurement:
         self.bundle = bundle
         self.manifest = Manifest.read(bundle)
         self.results = Results(out, self.manifest.identity)
+        self.manifest.write(out)  # results alone are enough to import
         self.backend = backend
         self._log = out / "worker.log"
         self._report = report or (lambda done, total, text: None)

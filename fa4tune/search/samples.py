@@ -50,12 +50,12 @@ def finalists(medians: Mapping[int, float], default: int, count: int) -> list[in
     return [default, *(name for _, name in others[:count])]
 
 
-def duel_winner(samples: Mapping[int, Sequence[float]], default: int) -> int:
+def duel_winner(samples: Mapping[int, Sequence[float]], default: int | None) -> int:
     """Who is written to the table: the smallest median, unless it is not significantly below the default's.
 
     ``samples`` holds one series of equal length a finalist, position by position from the same rounds.
     """
     best = min(samples, key=lambda name: (median(samples[name]), name != default, name))
-    if best == default or default not in samples:
+    if best == default or default is None or default not in samples:
         return best
     return best if sign_test(samples[best], samples[default]) < SIGNIFICANCE else default

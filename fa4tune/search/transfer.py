@@ -222,13 +222,14 @@ def add_wheel(target: Path, python: str, note: Callable[[str], None]) -> str | N
 class Imported:
     """Results of one bundle: its manifest, trials by problem, and paired samples of the last comparison.
 
+    ``defaults`` has the candidate of each problem that is the default config, if it could be built.
     ``comparison`` has by problem {candidate: samples in us}, of the duel or, without one, of the rounds.
     """
 
     manifest: Manifest
     trials: dict[str, list[Trial]]
     comparison: dict[str, dict[int, list[float]]]
-    defaults: dict[str, int]
+    defaults: dict[str, int | None]
 
 
 def load_results(directory: Path) -> Imported:
@@ -250,7 +251,8 @@ def load_results(directory: Path) -> Imported:
     for problem in manifest.problems:
         own = [line for line in lines if line["problem"] == problem]
         trials[problem], comparison[problem] = _trials(manifest, problem, own)
-    defaults = {problem: manifest.of(problem)[0].name for problem in manifest.problems}
+    firsts = {problem: manifest.of(problem)[0] for problem in manifest.problems}
+    defaults = {problem: c.name if c.phase == "default" else None for problem, c in firsts.items()}
     return Imported(manifest, trials, comparison, defaults)
 
 

@@ -27,7 +27,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
         kernel: how far the kernel itself was executed: ``measured`` on a GPU, ``emulated``, or ``absent``.
         median_us, spread_us: median and interquartile range, in microseconds, of the config's time in the
             last duel (a prediction has no spread).
-        default_us: the default config's time from the same source, taken alongside.
+        default_us: the default config's time from the same source, taken alongside; None where it failed.
         ratio: ``default_us / median_us``; 1.0 where the default is the best.
         predicted_us: the model's time for the config.
         trials: configs that were timed (or predicted) to choose this one.
@@ -44,8 +44,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     source: Literal["measured", "predicted"]
     kernel: Literal["absent", "emulated", "measured"]
     median_us: float
-    default_us: float
-    ratio: float
+    default_us: float | None = None
+    ratio: float | None = None
     spread_us: float | None = None
     predicted_us: float | None = None
     trials: int = 1
@@ -104,8 +104,8 @@ def decode_entry(data: bytes) -> Entry:
         entry.kernel_config()
     except (msgspec.ValidationError, ProblemError, ConfigError) as error:
         raise TableError(f"it does not fit this fa4tune ({error})") from None
-    if not entry.median_us > 0 or not entry.default_us > 0:
-        raise TableError(f"its times are not positive (median_us={entry.median_us})")
+    if not entry.median_us > 0 or (entry.default_us is not None and not entry.default_us > 0):
+        raise TableError(f"its times are not positive ({entry.median_us} and {entry.default_us})")
     return entry
 
 
