@@ -1,0 +1,141 @@
+"""How good predictions are, split by problem: errors, ranks and what following them costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+from scipy.stats import spearmanr
+
+from fa4tune.errors import ConfigError, InfeasibleError
+from fa4tune.hardware.gpu import Gpu
+from fa4tune.kernels.config import CONFIGS, KernelConfig
+from fa4tune.kernels.plan import KernelPlan
+from fa4tune.kernels.program import build_plan
+from fa4tune.outcome import Outcome
+from fa4tune.problem import AttentionProblem
+from fa4tune.record import Trial
+
+GOOD = 1.2
+"""A config is good when it takes at most this many times the best measured one of its problem."""
+
+SHORTLIST = 12
+"""How many of the model's choices a search would measure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A measured config with its plan."""
+
+    problem: AttentionProblem
+    config: KernelConfig
+    plan: KernelPlan
+    measured_us: float
+
+
+def samples(trials: Iterable[Trial], gpu: Gpu) -> list[Sample]:
+    """Measured trials of ``gpu`` as samples, one a problem and config: the median of its medians.
+
+    Left out: trials of other hardware, without a time, with spills, or whose plan no longer exists.
+    """
+    times: dict[tuple[str, str], list[float]] = {}
+    known: dict[tuple[str, str], tuple[AttentionProblem, KernelConfig, KernelPlan] | None] = {}
+    for trial in trials:
+        usable = trial.outcome == Outcome.MEASURED and trial.median_us and trial.hardware_key == gpu.key
+        if not usable or any("spill" in name and count for name, count in trial.resources.items()):
+            continue
+        key = (trial.problem, repr(sorted(trial.config.items())))
+        if key not in known:
+            known[key] = _resolve(trial.problem, trial.config, gpu)
+        times.setdefault(key, []).append(float(trial.median_us or 0.0))
+    return [Sample(*found, median(times[key])) for key, found in known.items() if found is not None]
+
+
+def _resolve(
+    text: str, values: dict[str, Any], gpu: Gpu
+) -> tuple[AttentionProblem, KernelConfig, KernelPlan] | None:
+    problem = AttentionProblem.parse(text)
+    try:
+        config = CONFIGS[gpu.arch].from_dict(values)
+        return problem, config, build_plan(problem, config, gpu)
+    except (ConfigError, InfeasibleError):
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemAccuracy:
+    """One problem's configs, measured against predicted.
+
+    ``regret`` is the measured time of the config that the prediction puts first over the best measured one;
+    ``best_rank`` the predicted rank (from 1) of the best measured one.
+    """
+
+    problem: str
+    configs: int
+    mape: float
+    good_mape: float
+    good_maximum: float
+    spearman: float
+    regret: float
+    best_rank: int
+    bias: float
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """Over all problems: means over configs, medians and worst cases over problems."""
+
+    problems: tuple[ProblemAccuracy, ...]
+    mape: float
+    good_mape: float
+    good_maximum: float
+    median_spearman: float
+    regret: float
+    worst_regret: float
+    in_shortlist: float
+
+
+def accuracy(problems: Sequence[str], measured: Sequence[float], predicted: Sequence[float]) -> Accuracy:
+    """Accuracy of ``predicted`` times against ``measured`` ones, grouped by ``problems``.
+
+    Args:
+        problems: a name each, equal for configs of one problem.
+        measured, predicted: times in the same unit.
+    """
+    groups: dict[str, list[int]] = {}
+    for index, name in enumerate(problems):
+        groups.setdefault(name, []).append(index)
+    rows, errors, good_errors = [], [], []
+    for name, members in groups.items():
+        took, said = np.array([measured[i] for i in members]), np.array([predicted[i] for i in members])
+        error = said / took - 1.0
+        good = took <= GOOD * took.min()
+        best = int(took.argmin())
+        errors += list(np.abs(error))
+        good_errors += list(np.abs(error[good]))
+        rows.append(
+            ProblemAccuracy(
+                problem=name,
+                configs=len(members),
+                mape=float(np.abs(error).mean()),
+                good_mape=float(np.abs(error[good]).mean()),
+                good_maximum=float(np.abs(error[good]).max()),
+                spearman=float(spearmanr(said, took).statistic) if len(members) > 2 else 1.0,
+                regret=float(took[int(said.argmin())] / took.min()),
+                best_rank=int((said < said[best]).sum()) + 1,
+                bias=float(error.mean()),
+            )
+        )
+    return Accuracy(
+        problems=tuple(rows),
+        mape=fmean(errors),
+        good_mape=fmean(good_errors),
+        good_maximum=max(good_errors),
+        median_spearman=median(row.spearman for row in rows),
+        regret=float(np.exp(np.mean([np.log(row.regret) for row in rows]))),
+        worst_regret=max(row.regret for row in rows),
+        in_shortlist=fmean(row.best_rank <= SHORTLIST for row in rows),
+    )
