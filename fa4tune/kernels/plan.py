@@ -176,7 +176,8 @@ class Operation:
         signals: barriers arrived at after it, one entry an arrival as the trace counts them (a thread's or an
             asynchronous engine's).
         when: ``always``, ``masked`` (tiles that cross the mask or the end of the keys), ``after_first`` (all
-            but an output tile's first iteration) or ``rescaled`` (data decide; never the first iteration).
+            but an output tile's first iteration) or ``rescaled`` (data decide; never the first iteration); in
+            prologue and epilogue ``once`` is once a CTA, not once an output tile.
         asynchronous: the role goes on at once; completion is seen through a barrier or a group wait.
     """
 

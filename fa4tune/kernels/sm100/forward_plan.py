@@ -383,10 +383,15 @@ def _operations(shape: Shape) -> tuple[tuple[Operation, ...], Loop, tuple[Operat
         body += _softmax_operations(softmax, q)
     for q in tiles:
         body += _correction_operations(ends, q)
-    prologue = tuple(_load_q(ends, q) for q in tiles)
+    # the TMEM address that an allocation leaves behind
+    setup = Operation("allocate", "mma", Unit.ISSUE, Work(smem_generic_bytes=4, issue=4), when="once")
+    prologue = (setup, *(_load_q(ends, q) for q in tiles))
     epilogue: list[Operation] = []
     for q in tiles:
         epilogue += _finish_operations(ends, q)
+    # the load warp outlives the MMAs that release the last slots: their arrivals need this CTA's memory
+    releases = ("kv_empty",) * shape.kv_stages + (("q_empty",) * shape.q_tiles if shape.persistent else ())
+    epilogue.append(Operation("drain", "load", Unit.ISSUE, Work(issue=4), waits=releases, when="once"))
     edges = matrix._replace(head_dim=0, head_dim_v=0, cta_group=1, kv_stages=shape.kv_stages)
     return prologue, Loop(tuple(body), _dependencies(edges), _orders(edges)), tuple(epilogue)
 
@@ -437,7 +442,7 @@ def _mma_operations(shape: Shape, q: int) -> list[Operation]:
     operations = [
         Operation(
             f"qk{q}", "mma", Unit.TENSOR, qk.work() + Work(issue=4 * qk.count), (qk,), waits_k,
-            ("s_full", *free), asynchronous=True,
+            ("s_full", *free) * cg, asynchronous=True,
         )
     ]  # fmt: skip
     parts = ((0, shape.split, "first"), (shape.split, shape.tile_n, "last"))
@@ -451,7 +456,7 @@ def _mma_operations(shape: Shape, q: int) -> list[Operation]:
             Operation(
                 f"pv{q}_{part}" if shape.split < shape.tile_n else f"pv{q}", "mma", Unit.TENSOR,
                 pv.work() + Work(issue=4 * pv.count), (pv,), waits,
-                (*each, *free) if end == shape.tile_n else (), asynchronous=True,
+                (*each, *free) * cg if end == shape.tile_n else (), asynchronous=True,
             )
         )  # fmt: skip
     return operations
@@ -563,7 +568,7 @@ def _finish_operations(shape: Shape, q: int) -> list[Operation]:
         Operation(
             f"finish{q}", f"softmax{q}", Unit.ISSUE,
             Work(
-                smem_generic_bytes=4 * rows, global_write_bytes=4 * rows, fma=2 * rows, exp=rows,
+                smem_generic_bytes=4 * rows, global_write_bytes=4 * rows, fma=2 * rows,
                 issue=WARPS * 16,
             ),
             signals=("sum_full",) * WARPS,
@@ -571,7 +576,7 @@ def _finish_operations(shape: Shape, q: int) -> list[Operation]:
         Operation(
             f"normalise{q}", "correction", Unit.TMEM,
             Work(
-                tmem_load_bytes=4 * rows * dv, fma=rows * dv, alu=rows * dv // 2, exp=rows,
+                tmem_load_bytes=4 * rows * dv, fma=rows * dv, alu=rows * dv // 2,
                 smem_generic_bytes=o_bytes + 4 * rows, issue=WARPS * (dv + dv // 8 + 16),
             ),
             waits=(
@@ -587,12 +592,16 @@ def _finish_operations(shape: Shape, q: int) -> list[Operation]:
             waits=("o_ready",), signals=release, asynchronous=True,
         ),
     ]  # fmt: skip
-    mma_signals: tuple[str, ...] = () if shape.q_tiles == 1 else ("o_full",)
+    # q_full and o_full are the MMA warp's, once an output tile; a multicast commit arrives in both CTAs
+    signals: tuple[str, ...] = () if shape.q_tiles == 1 else ("o_full",)
     if shape.persistent and not shape.overlay:
-        mma_signals += ("q_empty",)
+        signals += ("q_empty",)
     operations.append(
-        Operation(f"commit_o{q}", "mma", Unit.ISSUE, Work(issue=4), waits=("q_full",), signals=mma_signals)
-    )
+        Operation(
+            f"commit_o{q}", "mma", Unit.ISSUE, Work(issue=4),
+            waits=("q_full",), signals=signals * shape.cta_group,
+        )
+    )  # fmt: skip
     return operations
 
 

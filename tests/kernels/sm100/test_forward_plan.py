@@ -80,26 +80,28 @@ def test_pair_halves_what_a_cta_stages_and_reads_of_k_and_v() -> None:
     assert two.ctas_per_tile == 2
 
 
-@pytest.mark.parametrize("config", ["", "q_tiles=1", "p_split=1.0", "cta_group=2", "scheduler=single"])
-def test_barriers_balance(config: str) -> None:
-    """Arrivals of all roles in one tile complete as many phases as roles wait for, at any trip count."""
+@pytest.mark.parametrize(
+    "config",
+    ["", "q_tiles=1", "p_split=1.0", "cta_group=2", "scheduler=single", "kv_stages=5,q_tiles=2"],
+)
+def test_each_phase_of_a_barrier_is_waited_for(config: str) -> None:
+    """One tile's arrivals complete as many phases as each waiting warp goes through, at any trip count."""
     found = plan(config)
-    for trips in (1, 2, 7):
-        arrivals: dict[str, int] = {}
-        waits: dict[str, int] = {}
-        for (_, name), (waited, arrived) in found.barrier_counts(trips).items():
-            arrivals[name] = arrivals.get(name, 0) + arrived
-            waits[name] = waits.get(name, 0) + waited
-        for barrier in found.barriers:
-            # waiting is by warp: four where a warpgroup waits, one where a single-warp role does
-            ctas = barrier.arrivals // (8 if barrier.name == "p_full" else 4)
-            per_phase = barrier.arrivals // (ctas if barrier.name in ("p_full", "p_last") else 1)
-            if barrier.name in ("scale_full", "sum_full"):
-                assert arrivals[barrier.name] == waits[barrier.name]
-                continue
-            phases = arrivals[barrier.name] / per_phase
-            waiters = 4 if barrier.name in ("s_full", "o_full", "o_empty") else 1
-            assert phases == waits[barrier.name] / waiters, barrier.name
+    ctas = found.ctas_per_tile
+    body = [op for op in (*found.prologue, *found.loop.body, *found.epilogue) if op.when != "once"]
+    for barrier in found.barriers:
+        # commits reach both CTAs of a pair; threads of both arrive where the pair's MMA warp waits
+        by_mma = any(barrier.name in op.signals for op in body if op.role == "mma")
+        per_phase = ctas if by_mma else barrier.arrivals // (ctas if barrier.name[0] == "p" else 1)
+        by_warp = 4 if barrier.name in ("scale_full", "sum_full") else 1  # one stage a warp
+        waiting = {op.role for op in body if barrier.name in op.waits}
+        warps = sum(found.role(role).warps for role in waiting) // (2 if "softmax1" in waiting else 1)
+        for trips in (1, 2, 7):
+            counts = found.barrier_counts(trips).items()
+            drained = sum(op.waits.count(barrier.name) for op in found.epilogue if op.when == "once")
+            arrivals = sum(arrived for (_, name), (_, arrived) in counts if name == barrier.name)
+            waits = sum(waited for (_, name), (waited, _) in counts if name == barrier.name) - drained
+            assert arrivals * warps == waits * per_phase * by_warp, (barrier.name, trips)
 
 
 def test_mma_order_unrolls_into_prologue_loop_and_tail() -> None:
