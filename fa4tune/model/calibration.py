@@ -1,8 +1,8 @@
 """From microbenchmark results to hardware numbers: an overlay TOML whose numbers say how they were measured.
 
-Pure arithmetic over the lines that a calibration wrote. Each number has one rule here, with the definition that
-:class:`fa4tune.hardware.gpu.Gpu` gives it; one whose measurement failed or makes no sense is left out with the
-reason, and keeps the base file's value.
+Pure arithmetic over the lines that a calibration wrote. Each number has one rule here, with the definition
+that :class:`fa4tune.hardware.gpu.Gpu` gives it; one whose measurement failed or makes no sense is left out
+with the reason, and keeps the base file's value.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ def _warp_issue(m: Measurements, base: Gpu) -> tuple[float, str]:
     cycles = m.cycles(f"section.n{high}.arithmetic.wg1") - m.cycles(f"section.n{low}.arithmetic.wg1")
     return (
         slots / cycles,
-        f"{slots} instructions that {high - low} more keys cost one warpgroup's softmax without exponentials, "
+        f"{slots} instructions of {high - low} more keys in one warpgroup's softmax without exponentials, "
         f"in {cycles:.0f} cycles",
     )
 
@@ -510,7 +510,9 @@ def _watts(m: Measurements, base: Gpu, which: int) -> tuple[float, str]:
     fit = _line([(share, watts) for _, share, watts in points])
     worst = max(abs(fit[0] + fit[1] * share - watts) for _, share, watts in points)
     shown = ", ".join(f"{name} {share:.0%} {watts:.0f}" for name, share, watts in points)
-    return fit[which], f"line through watts, as clock cubed, over tensor share: {shown}; worst off by {worst:.0f}"
+    return fit[
+        which
+    ], f"line through watts, as clock cubed, over tensor share: {shown}; worst off by {worst:.0f}"
 
 
 _RULES: tuple[tuple[str, str, Rule], ...] = (

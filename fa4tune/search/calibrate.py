@@ -26,7 +26,7 @@ from typing import Any
 import fa4tune
 from fa4tune.errors import Fa4tuneError, SearchError
 from fa4tune.kernels.micro.suite import VERSION, Suite, suite
-from fa4tune.search.bundle import Results
+from fa4tune.search.bundle import RESULTS, Results, read_lines
 from fa4tune.search.wheels import provide_tvm_ffi
 
 FORMAT = 1
@@ -186,6 +186,7 @@ def measure(
     end = None if budget_seconds is None else time.monotonic() + budget_seconds
     manifest = CalibrationManifest.read(bundle)
     results = Results(out, manifest.identity)
+    manifest.write(out)  # so that the results can be read without the bundle
     folder = provide_tvm_ffi(bundle)
     try:
         return _run(bundle, out, manifest, results, end, worker, report)
@@ -243,6 +244,22 @@ def _summary(kind: str, answer: dict[str, Any]) -> str:
     if kind == "launch":
         return f"{answer['event_us']:.2f} us between events, {answer['graph_us']:.2f} us in a graph"
     return f"{answer['clock_mhz']:.0f} MHz, {answer['watts']:.0f} W"
+
+
+def read_results(directory: Path) -> tuple[CalibrationManifest, list[dict[str, Any]]]:
+    """Manifest and result lines of a measured bundle or of the output directory of its measurement.
+
+    Raises:
+        SearchError: it holds no manifest or no results, or they do not belong together.
+    """
+    manifest = CalibrationManifest.read(directory)
+    places = (directory / RESULTS, directory / "results" / RESULTS)
+    path = next((place for place in places if place.exists()), None)
+    if path is None:
+        raise SearchError(
+            f"{directory} holds no {RESULTS}; run calibrate.py first, or give its --out directory"
+        )
+    return manifest, list(read_lines(path, manifest.identity))
 
 
 def main(arguments: list[str] | None = None, bundle: Path | None = None) -> int:

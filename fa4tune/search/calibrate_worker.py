@@ -331,6 +331,7 @@ class Bench:
             "watts": watts,
             **({"clock_mhz": readings.get("clocks.sm", 0.0)} if load.probe is None else {}),
             **measured,
+            "tensor_flops": load.tensor_flops,
             "sensors": readings,
         }
 

@@ -96,19 +96,6 @@ class Request:
         return Study(problem, self.gpu, directory=self.studies, storage=self.storage)
 
 
-def local_gpu() -> Gpu | None:
-    """The hardware file of this machine's first CUDA GPU; None without one, or of an unknown kind."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    properties = torch.cuda.get_device_properties(0)
-    arch = f"sm_{properties.major}{properties.minor}a"
-    fitting = [g for g in map(load_gpu, gpu_names()) if g.arch == arch]
-    same = [g for g in fitting if g.sm_count == properties.multi_processor_count]
-    return min(same, key=lambda g: abs(g.hbm_bytes - properties.total_memory), default=None)
-
-
 def search_predicted(problem: AttentionProblem, request: Request, report: Report = _silent) -> Found:
     """Search with the model alone: the exhaustive minimum of the space.
 

@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
-from cutlass.utils import SmemAllocator
+from cutlass.memory import SmemAllocator
 
 from fa4tune.kernels.micro.base import MicroKernel, Walk, clock
 from fa4tune.kernels.micro.wgmma import smem_layout

@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
-from cutlass.utils import SmemAllocator
+from cutlass.memory import SmemAllocator
 
 from fa4tune.kernels import softmax
 from fa4tune.kernels.exp2_device import fma, pack_pair

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
-from cutlass.utils import SmemAllocator
+from cutlass.memory import SmemAllocator
 
 from fa4tune.kernels.micro.base import MicroKernel, Walk, clock, source_value, volatile
 

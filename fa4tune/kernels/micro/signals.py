@@ -7,7 +7,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.utils import SmemAllocator
+from cutlass.memory import SmemAllocator
 
 from fa4tune.kernels.micro.base import MicroKernel, Walk, clock
 

@@ -14,7 +14,8 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import BFloat16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
-from cutlass.utils import LayoutEnum, SmemAllocator
+from cutlass.memory import SmemAllocator
+from cutlass.utils import LayoutEnum
 
 from fa4tune.kernels.micro.base import SOURCE_COLUMNS, MicroKernel, Walk, clock
 
