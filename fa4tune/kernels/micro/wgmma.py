@@ -13,9 +13,9 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import BFloat16, Float32, Int32, const_expr
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.memory import SmemAllocator
-from cutlass.utils import LayoutEnum
+from cutlass.tensor_utils import LayoutEnum
 
 from fa4tune.kernels.micro.base import SOURCE_COLUMNS, MicroKernel, Walk, clock
 
@@ -42,8 +42,8 @@ def make_mma(n: int, a_source: str, b_rows_are_k: bool) -> cute.TiledMma:
     return sm90.make_trivial_tiled_mma(
         BFloat16,
         BFloat16,
-        warpgroup.OperandMajorMode.K,
-        warpgroup.OperandMajorMode.MN if b_rows_are_k else warpgroup.OperandMajorMode.K,
+        OperandMajorMode.K,
+        OperandMajorMode.MN if b_rows_are_k else OperandMajorMode.K,
         Float32,
         atom_layout_mnk=(1, 1, 1),
         tiler_mn=(64, n),
