@@ -21,6 +21,7 @@ SCALES = {
     "exp": ("exp_per_clk",),
     "smem": ("smem_bytes_per_clk",),
     "fma": ("fma_per_clk",),
+    "issue": ("issue_per_clk", "warp_issue_per_clk", "alu_per_clk"),
     "tmem": ("tmem_load_bytes_per_clk", "tmem_store_bytes_per_clk"),
     "l2": ("l2_bytes_per_clk",),
     "hbm": ("hbm_gbytes_per_s",),

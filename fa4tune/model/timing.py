@@ -19,6 +19,9 @@ from fa4tune.kernels.plan import Operation, Unit, Work
 UNITS = (Unit.TENSOR, Unit.EXP, Unit.SMEM, Unit.FMA, Unit.ALU, Unit.ISSUE, Unit.TMEM, Unit.L2)
 """Units whose total work bounds the period, in the order that ties are named."""
 
+SCHEDULERS = 4
+"""Warp schedulers of an SM, each with a quarter of the arithmetic units and of tensor memory."""
+
 CHAINED = (Unit.ALU, Unit.EXP)
 """Units of operations whose instructions wait for each other."""
 
@@ -114,7 +117,8 @@ def _duration(operation: Operation, warps: int, gpu: Gpu) -> Duration:
         l2,
     )
     chained = operation.unit in CHAINED
-    pace = min(gpu.issue_per_clk, warps * (gpu.warp_issue_per_clk if chained else 1.0))
+    most = gpu.issue_per_clk / SCHEDULERS
+    pace = min(gpu.issue_per_clk, warps * (min(most, gpu.warp_issue_per_clk) if chained else most))
     if operation.asynchronous:
         issue = work.issue / pace
         if work.mma_flops:
@@ -125,7 +129,7 @@ def _duration(operation: Operation, warps: int, gpu: Gpu) -> Duration:
             )
         return Duration(True, issue, 0.0, 0.0, 0.0, 0.0, l2, gpu.copy_latency_clk, units)
     # A role of fewer warps than schedulers reaches its share of each unit only.
-    part = min(1.0, warps / gpu.issue_per_clk)
+    part = min(1.0, warps / SCHEDULERS)
     exponentials = exp / part
     arithmetic = max(max(0.0, work.issue - work.exp / 32) / pace, fma / part, alu / part)
     longer, shorter = max(exponentials, arithmetic), min(exponentials, arithmetic)
