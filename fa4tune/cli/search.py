@@ -70,6 +70,7 @@ def search(
     candidates are compiled into a directory to measure on another machine, and --import takes the results.
     """
     from fa4tune.hardware.gpu import choose_gpu
+    from fa4tune.runtime.device import local_gpu
     from fa4tune.search import session
     from fa4tune.search.bundle import Settings
     from fa4tune.table.store import Table
@@ -97,7 +98,7 @@ def search(
         found = session.import_results(import_, lambda hardware: request(override or hardware), override)
         _show(found, json)
         return
-    here = None if predict or export is not None else session.local_gpu()
+    here = None if predict or export is not None else local_gpu()
     chosen = here if here is not None and not gpu and not arch else choose_gpu(gpu, arch)
     settings = Settings(rounds=rounds, duel_rounds=duel_rounds)
     with _progress() as report:

@@ -45,7 +45,7 @@ def forward_caller(
             f"the kernel takes {', '.join(unknown)}, which this fa4tune does not know; compile it again"
         )
     words = [_TENSORS.get(n) or ("softmax_scale" if n == "softmax_scale" else str(fixed[n])) for n in names]
-    # A generated lambda costs one Python call a launch; packing a dict or a list would cost as much as the launch.
+    # A generated lambda costs one Python call a launch; packing a list would cost as much as the launch.
     source = f"lambda q, k, v, out, lse, softmax_scale: function({', '.join(words)})"
     call: Callable[..., None] = eval(source, {"function": function})  # names are from the tables above
     return call
