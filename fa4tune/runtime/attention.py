@@ -74,13 +74,16 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """A decision: ``run(q, k, v, out, lse, scale)`` or, without it, the fallback ``compute``."""
+    """A decision: ``run(q, k, v, out, lse, scale)`` or, without it, the fallback ``compute``.
+
+    ``like`` are an out and an LSE of one element, expanded: to allocate from them takes half the time that
+    sizes, dtype and device take to be read.
+    """
 
     dispatch: Dispatch
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
     scale: float
     run: Callable[..., None] | None = None
+    like: tuple[Tensor, Tensor] | None = None
     compute: Callable[..., tuple[Tensor, Tensor]] | None = None
     copied: tuple[bool, bool, bool] = (False, False, False)
 
@@ -128,7 +131,7 @@ def flash_attn_func(
     alignment = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT
     key = (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
-        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, causal, alignment,
+        q.dtype, k.dtype, v.dtype, q.get_device(), k.get_device(), v.get_device(), causal, alignment,
     )  # fmt: skip
     served = _SERVED.get(key)
     if served is None:
@@ -140,8 +143,9 @@ def flash_attn_func(
         assert served.compute is not None
         out, lse = served.compute(q, k, v, scale, causal)
     else:
-        out = torch.empty(served.out_shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(served.lse_shape, dtype=torch.float32, device=q.device)
+        assert served.like is not None
+        out = torch.empty_like(served.like[0], memory_format=torch.contiguous_format)
+        lse = torch.empty_like(served.like[1], memory_format=torch.contiguous_format)
         if served.dispatch.copies:
             q, k, v = (_aligned(t) if c else t for t, c in zip((q, k, v), served.copied, strict=True))
         if q.device.index == torch.cuda.current_device():
@@ -277,11 +281,10 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 def _decide(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> _Served:
     """What serves calls like this one."""
     batch, seqlen_q, heads, head_dim = q.shape
-    out_shape, lse_shape = (batch, seqlen_q, heads, v.shape[3]), (batch, heads, seqlen_q)
     scale = 1.0 / math.sqrt(head_dim) if head_dim else 1.0
 
     def reference(reason: str, compute: Callable[..., tuple[Tensor, Tensor]]) -> _Served:
-        return _Served(Dispatch(False, "reference", reason), out_shape, lse_shape, scale, compute=compute)
+        return _Served(Dispatch(False, "reference", reason), scale, compute=compute)
 
     if not q.numel() or not k.numel() or not v.numel():
         return reference("a size is 0", _empty)
@@ -311,7 +314,11 @@ def _decide(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> _Served:
         library=str(kernel.library),
         copies=tuple(name for name, copy in zip("qkv", copied, strict=True) if copy),
     )
-    return _Served(dispatch, out_shape, lse_shape, scale, run=run, copied=(copied[0], copied[1], copied[2]))
+    like = (
+        q.new_empty(1).expand(batch, seqlen_q, heads, v.shape[3]),
+        q.new_empty(1, dtype=torch.float32).expand(batch, heads, seqlen_q),
+    )
+    return _Served(dispatch, scale, run=run, like=like, copied=(copied[0], copied[1], copied[2]))
 
 
 def _without_kernel(
