@@ -108,6 +108,26 @@ def retimed(problem: AttentionProblem, config: KernelConfig, gpu: Gpu) -> Predic
     return predict(build_plan(problem, config, gpu), gpu)
 
 
+ELASTIC = ("mma", "exp", "issue", "smem", "tmem", "l2", "hbm")
+"""Rates whose elasticity is asked for; multiply-add alone never matters without ``issue``."""
+
+
+def elasticities(
+    problem: AttentionProblem, config: KernelConfig, gpu: Gpu, step: float = 1.05
+) -> dict[str, float]:
+    """Percent of speed that one percent more of each rate gives ``config`` on ``gpu``.
+
+    They add up to about 1 where rates alone decide; what is missing is latency, launch and clock. The largest
+    names what binds, also where no unit is saturated.
+    """
+    plan = build_plan(problem, config, gpu)
+    now = predict(plan, gpu).microseconds
+    return {
+        rate: (now / predict(plan, gpu.scaled(**{rate: step})).microseconds - 1.0) / (step - 1.0)
+        for rate in ELASTIC
+    }
+
+
 def sweep(
     problem: AttentionProblem, gpu: Gpu, rate: str, factors: tuple[float, ...]
 ) -> Iterator[tuple[float, Point]]:
