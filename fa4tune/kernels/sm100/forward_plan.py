@@ -383,9 +383,7 @@ def _operations(shape: Shape) -> tuple[tuple[Operation, ...], Loop, tuple[Operat
         body += _softmax_operations(softmax, q)
     for q in tiles:
         body += _correction_operations(ends, q)
-    # the TMEM address that an allocation leaves behind
-    setup = Operation("allocate", "mma", Unit.ISSUE, Work(smem_generic_bytes=4, issue=4), when="once")
-    prologue = (setup, *(_load_q(ends, q) for q in tiles))
+    prologue = tuple(_load_q(ends, q) for q in tiles)
     epilogue: list[Operation] = []
     for q in tiles:
         epilogue += _finish_operations(ends, q)
