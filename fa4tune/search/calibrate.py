@@ -225,8 +225,9 @@ def _run(
             answer = child.answer(seconds)
             if "reason" in answer:
                 complete = False
-                child.stop()
-                child = None  # a failed launch may leave the GPU's context unusable
+                if answer["gone"]:
+                    child.stop()
+                    child = None
                 results.append(kind="failed", task=[kind, name], reason=answer["reason"])
                 report(f"{kind} {name}: failed, {answer['reason']}")
             else:

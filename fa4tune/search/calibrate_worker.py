@@ -403,12 +403,21 @@ def _number(text: str) -> float | None:
 
 
 def serve(bench: Bench, job: dict[str, Any]) -> dict[str, Any]:
-    """The answer to one job; ``reason`` where it failed."""
+    """The answer to one job; ``reason`` where it failed, ``gone`` where the process is of no more use."""
     work = {"probe": bench.probe, "launch": bench.launch_cost, "load": bench.load}[job["kind"]]
     try:
         return work(job["name"])
     except Exception as error:  # whatever a kernel raises is this task's outcome
-        return {"reason": f"{type(error).__name__}: {str(error).strip()[:500]}"}
+        return {"reason": f"{type(error).__name__}: {str(error).strip()[:500]}", "gone": not _usable()}
+
+
+def _usable() -> bool:
+    """Whether the GPU's context survived a failure."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 def main(make: Callable[[Path], Bench] = Bench) -> None:
