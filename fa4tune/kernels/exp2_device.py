@@ -7,7 +7,7 @@ computes on the host; coefficients and constants come from there.
 from __future__ import annotations
 
 import cutlass
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
@@ -83,6 +83,27 @@ def pack_pair(low: Float32, high: Float32, dtype, *, loc=None, ip=None) -> Int32
     kind = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
     operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (low, high)]
     return Int32(_asm(T.i32(), operands, f"cvt.rn.{kind}.f32 $0, $2, $1;", "=r,f,f", loc, ip))
+
+
+@dsl_user_op
+def max3_as_integers(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:  # type: ignore[no-untyped-def]
+    """The operand whose bits are the largest signed integer: the maximum if any of them is not negative.
+
+    Hopper has a three-input maximum for integers only. Of negative numbers alone it gives the smallest.
+    """
+    operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)]
+    text = (
+        "{ .reg .b32 x; .reg .b32 y; .reg .b32 z; mov.b32 x, $1; mov.b32 y, $2; mov.b32 z, $3; "
+        "max.s32 x, x, y; max.s32 x, x, z; mov.b32 $0, x; }"
+    )
+    return Float32(_asm(T.f32(), operands, text, "=f,f,f,f", loc, ip))
+
+
+@dsl_user_op
+def sign_bit(x: Float32, *, loc=None, ip=None) -> Boolean:  # type: ignore[no-untyped-def]
+    """Whether the sign is set, of zeros and NaN too."""
+    bits = llvm.bitcast(T.i32(), Float32(x).ir_value(loc=loc, ip=ip), loc=loc, ip=ip)
+    return Int32(bits) < Int32(0)
 
 
 @dsl_user_op

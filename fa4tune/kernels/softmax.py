@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from fa4tune.kernels.exp2_device import exp2_emulated, exp2_hardware, fma
+from fa4tune.kernels.exp2_device import exp2_emulated, exp2_hardware, fma, max3_as_integers, sign_bit
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -29,6 +29,36 @@ def maximum_of(scores: cute.Tensor, row: tuple[int, ...], init: Float32, chains:
     for head in heads[1:]:
         result = cute.arch.fmax(result, head)
     return result
+
+
+@cute.jit
+def row_maxima(
+    scores: cute.Tensor, rows: cutlass.Constexpr[tuple[tuple[int, ...], ...]], row_max: cute.Tensor
+) -> cute.Tensor:
+    """Largest of ``row_max[r]`` and this thread's registers of row ``r``, for each of ``rows``.
+
+    Three-input integer maxima on the bits are exact as soon as one operand is not negative, which is nearly
+    always; a warp with a lane that has seen negative scores only goes over its rows again, in float.
+    """
+    result = cute.make_rmem_tensor(len(rows), Float32)
+    negative = Boolean(False)
+    for r in cutlass.range_constexpr(len(rows)):
+        result[r] = _integer_maximum(scores, rows[r], row_max[r])
+        negative = negative | sign_bit(result[r])
+    if any_lane(negative):
+        for r in cutlass.range_constexpr(len(rows)):
+            result[r] = maximum_of(scores, rows[r], row_max[r])
+    return result
+
+
+def _integer_maximum(scores: cute.Tensor, row: tuple[int, ...], init: Float32) -> Float32:
+    heads = [init, scores[row[0]]]
+    rest = row[1:]
+    for pair in range(len(rest) // 2):
+        a, b = rest[2 * pair], rest[2 * pair + 1]
+        heads[pair % 2] = max3_as_integers(heads[pair % 2], scores[a], scores[b])
+    last = scores[rest[-1]] if len(rest) % 2 else heads[1]
+    return max3_as_integers(heads[0], heads[1], last)
 
 
 @cute.jit
@@ -104,4 +134,5 @@ __all__ = [
     "exponentiate",
     "maximum_of",
     "normaliser",
+    "row_maxima",
 ]

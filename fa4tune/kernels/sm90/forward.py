@@ -92,6 +92,14 @@ class Ring(NamedTuple):
     phase: Any
 
 
+class Ahead(NamedTuple):
+    """Position of the next block, and whether its K and this block's V were seen to have arrived."""
+
+    ring: Any
+    k_arrived: Any
+    v_arrived: Any
+
+
 class Operands(NamedTuple):
     """MMA operands of a warpgroup: descriptors of Q, K, V and P (or P's registers), accumulators S and O."""
 
@@ -144,6 +152,7 @@ class ForwardSm90:
         # (register, column) of the two rows a thread holds, columns from the thread's first, 2 * (t % 4)
         elements = [(i, 8 * (i // 4) + i % 2) for i in range(config.tile_n // 2)]
         self.rows = tuple(tuple(e for e in elements if e[0] // 2 % 2 == row) for row in (0, 1))
+        self.row_registers = tuple(tuple(register for register, _ in row) for row in self.rows)
 
     # -- host ------------------------------------------------------------------------------------------------
 
@@ -364,11 +373,17 @@ class ForwardSm90:
             clear = cutlass.min(clear, blocks - 1)
             masked = blocks - clear
             if const_expr(config.overlap):
-                self.first_scores(ops, regs, bars, ring, at, scale_log2, blocks - 1)
+                ahead = self.first_scores(ops, regs, bars, ring, at, scale_log2, blocks - 1)
                 for i in cutlass.range(1, masked, unroll=1):
-                    ring = self.step_overlap(ops, regs, bars, ring, at, scale_log2, blocks - 1 - i, True)
+                    n_block = blocks - 1 - i
+                    ring, ahead = self.step_overlap(
+                        ops, regs, bars, ring, ahead, at, scale_log2, n_block, True
+                    )
                 for i in cutlass.range(clear, unroll=1):
-                    ring = self.step_overlap(ops, regs, bars, ring, at, scale_log2, clear - 1 - i, False)
+                    n_block = clear - 1 - i
+                    ring, ahead = self.step_overlap(
+                        ops, regs, bars, ring, ahead, at, scale_log2, n_block, False
+                    )
                 self._release_q(bars, group)
                 ring = self.last_values(ops, bars, ring)
             else:
@@ -440,7 +455,7 @@ class ForwardSm90:
         at: Position,
         scale_log2: Float32,
         n_block: Int32,
-    ) -> None:
+    ) -> Ahead:
         """QK and softmax of the first block, before there is any PV to overlap with."""
         self._wait(bars, "k", ring)
         self._take_turn(at.group)
@@ -448,7 +463,7 @@ class ForwardSm90:
         self._pass_turn(at.group)
         warpgroup.wait_group(0)
         self._release(bars, "k", ring)
-        self.softmax_tile(regs, scale_log2, n_block, at, bars, True, None)
+        return self.softmax_tile(regs, scale_log2, n_block, at, bars, ring, True, None)
 
     @cute.jit
     def step_overlap(
@@ -456,25 +471,26 @@ class ForwardSm90:
         ops: Operands,
         regs: Registers,
         bars: dict,
-        ring: Ring,
+        before: Ring,
+        ahead: Ahead,
         at: Position,
         scale_log2: Float32,
         n_block: Int32,
         masked: cutlass.Constexpr[bool],
-    ) -> Ring:
+    ) -> tuple[Ring, Ahead]:
         """QK of this block and PV of the one before are in flight together; softmax runs under PV."""
-        before = ring
-        ring = self._advance(ring)
-        self._wait(bars, "k", ring)
+        ring = ahead.ring
+        if not ahead.k_arrived:
+            self._wait(bars, "k", ring)
         self._take_turn(at.group)
         self._gemm(ops.qk, ops.s, ops.q, ops.k[None, None, None, ring.stage], True)
-        self._wait(bars, "v", before)
+        if not ahead.v_arrived:
+            self._wait(bars, "v", before)
         self._gemm(ops.pv, ops.o, ops.p, ops.v[None, None, None, before.stage], False)
         self._pass_turn(at.group)
         warpgroup.wait_group(1)
         self._release(bars, "k", ring)
-        self.softmax_tile(regs, scale_log2, n_block, at, bars, masked, before)
-        return ring
+        return ring, self.softmax_tile(regs, scale_log2, n_block, at, bars, ring, masked, before)
 
     @cute.jit
     def last_values(self, ops: Operands, bars: dict, ring: Ring) -> Ring:
@@ -504,7 +520,7 @@ class ForwardSm90:
         self._pass_turn(at.group)
         warpgroup.wait_group(0)
         self._release(bars, "k", ring)
-        self.softmax_tile(regs, scale_log2, n_block, at, bars, masked, None)
+        self.softmax_tile(regs, scale_log2, n_block, at, bars, ring, masked, None)
         return self.last_values(ops, bars, ring)
 
     @cute.jit
@@ -526,10 +542,11 @@ class ForwardSm90:
         n_block: Int32,
         at: Position,
         bars: dict,
+        ring: Ring,
         masked: cutlass.Constexpr[bool],
         pv_slot: Any,
-    ) -> None:
-        """Scores to P, maximum and sum of the rows, O rescaled.
+    ) -> Ahead:
+        """Scores to P, maximum and sum of the rows, O rescaled; a look at the next step's barriers.
 
         A PV in flight (of the V slot ``pv_slot``) reads P and writes O: exponentials before the wait for it
         stay float32 in the score registers.
@@ -541,20 +558,26 @@ class ForwardSm90:
                 end = cutlass.min(at.end + 8 * r, at.limit) if const_expr(self.causal) else at.limit
                 mask_from_column(s, self.rows[r], end - n_block * n)
         factors, minus_max = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        tile_max = softmax.row_maxima(s, self.row_registers, row_max)
         for r in cutlass.range_constexpr(2):
-            tile_max = softmax.maximum_of(s, tuple(i for i, _ in self.rows[r]), row_max[r])
-            tile_max = cute.arch.warp_reduction_max(tile_max, threads_in_group=4)
+            tile_max[r] = cute.arch.warp_reduction_max(tile_max[r], threads_in_group=4)
             row_max[r], minus_max[r], factors[r] = softmax.advance_row_max(
-                row_max[r], tile_max, scale_log2, config.rescale_threshold, masked
+                row_max[r], tile_max[r], scale_log2, config.rescale_threshold, masked
             )
         sums = [row_sum[0] * factors[0], row_sum[1] * factors[1]]
         wait_at = self.wait_register if const_expr(pv_slot is not None) else 0
+        following = self._advance(ring)
+        k_arrived, v_arrived = Boolean(False), Boolean(False)
         for i in cutlass.range_constexpr(n // 2):
             if const_expr(i == wait_at):
                 if const_expr(pv_slot is not None):
                     stay_below(sums[0] if const_expr(i > 0) else factors[1], bars["q_full"])
                     warpgroup.wait_group(0)
                     self._release(bars, "v", pv_slot)
+                if const_expr(config.overlap):
+                    # asked here, under the exponentials, the answer costs no time
+                    k_arrived = self._arrived(bars, "k", following)
+                    v_arrived = self._arrived(bars, "v", ring)
                 self.rescale(regs.o, factors)
                 for pair in cutlass.range_constexpr(wait_at // 2):
                     self._convert(regs, pair)
@@ -568,6 +591,7 @@ class ForwardSm90:
             # a warp's quarter of the MMA reads the 16 rows that the warp itself wrote
             cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()
+        return Ahead(following, k_arrived, v_arrived)
 
     @cute.jit
     def _convert(self, regs: Registers, pair: cutlass.Constexpr[int]) -> None:
@@ -679,6 +703,9 @@ class ForwardSm90:
     @cute.jit
     def _wait(self, bars: dict, operand: cutlass.Constexpr[str], ring: Ring) -> None:
         cute.arch.mbarrier_wait(bars[operand + "_full"] + ring.stage, ring.phase)
+
+    def _arrived(self, bars: dict, operand: str, ring: Ring) -> Boolean:
+        return cute.arch.mbarrier_test_wait(bars[operand + "_full"] + ring.stage, ring.phase)
 
     @cute.jit
     def _release(self, bars: dict, operand: cutlass.Constexpr[str], ring: Ring) -> None:

@@ -387,11 +387,12 @@ def _softmax_operations(shape: Shape, w: int) -> list[Operation]:
         Operation(
             f"mask{w}", role, Unit.ALU, Work(alu=2 * ROWS * n, issue=WARPS * (n + 8)), when="masked",
         ),
-        # maximum over the thread's columns, then over the four lanes of a row; factor of the old maximum
+        # three-input maximum over the thread's columns, maximum over four lanes, factor of the old one
         Operation(
             f"row_max{w}", role, Unit.ALU,
             Work(
-                alu=ROWS * n + 6 * threads, fma=8 * threads, exp=2 * threads, issue=WARPS * (n // 2 + 20),
+                alu=ROWS * n // 2 + 8 * threads, fma=8 * threads, exp=2 * threads,
+                issue=WARPS * (n // 4 + 24),
             ),
         ),
     ]  # fmt: skip
