@@ -38,19 +38,20 @@ class Gpu:
 
     Latencies are cycles (``..._clk``): ``mma_latency_clk`` from the end of a matrix operation's last pass to
     its reader, ``barrier_latency_clk`` from an arrival to the waiting warp's next instruction,
-    ``copy_latency_clk`` of a bulk copy that hits L2 and ``copy_miss_clk`` what a miss adds, ``tmem_latency_clk``
-    of a tensor-memory load, ``arithmetic_latency_clk`` the drain of a section of arithmetic (reductions across
-    lanes included). ``tile_overhead_clk`` is what a tile costs beside its operations.
+    ``copy_latency_clk`` of a bulk copy that hits L2 and ``copy_miss_clk`` what a miss adds,
+    ``tmem_latency_clk`` of a tensor-memory load, ``arithmetic_latency_clk`` the drain of a section of
+    arithmetic (reductions across lanes included). ``tile_overhead_clk`` is what a tile costs beside its
+    operations.
 
     ``warp_issue_per_clk`` is what one warp alone issues in a section of dependent arithmetic; ``exp_overlap``
     the part of the shorter of its exponentials and its other instructions that hides under the longer;
     ``contention`` how far other roles' use of a unit delays a role (0 never, 1 as if they met at random and
-    shared evenly); ``smem_conflict`` the part of SMEM writes and thread accesses that holds up operand reads of
-    the tensor cores when they meet (1: they come first). ``hbm_efficiency`` is the part of the HBM bandwidth
-    that a kernel reaches.
+    shared evenly); ``smem_conflict`` the part of SMEM writes and thread accesses that holds up operand reads
+    of the tensor cores when they meet (1: they come first). ``hbm_efficiency`` is the part of the HBM
+    bandwidth that a kernel reaches.
 
-    ``active_watts`` and ``tensor_watts`` are the power at ``max_clock_mhz`` of busy SMs without matrix work and
-    what fully busy tensor cores add.
+    ``active_watts`` and ``tensor_watts`` are the power at ``max_clock_mhz`` of busy SMs without matrix work
+    and what fully busy tensor cores add.
     """
 
     name: str
@@ -131,15 +132,18 @@ _NUMBERS = {f.name: f.type for f in dataclasses.fields(Gpu)[4:-1]}
 _WORDS = ("name", "title", "arch", "memory_class")
 
 
-def _read(text: str, origin: str) -> Gpu:
+def _read(text: str, origin: str, parent: Gpu | None = None) -> Gpu:
+    """A GPU from TOML; on top of ``parent``, else of the one that a line ``base`` names."""
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise HardwareError(f"{origin} is not TOML ({error}); see a file of fa4tune/hardware") from None
     base: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    if "base" in data:
-        parent = load_gpu(str(data.pop("base")))
+    named = data.pop("base", None)
+    if parent is None and named is not None:
+        parent = load_gpu(str(named))
+    if parent is not None:
         base = {f.name: getattr(parent, f.name) for f in dataclasses.fields(Gpu) if f.name != "sources"}
         sources = dict(parent.sources)
     for key, entry in data.items():
@@ -172,8 +176,11 @@ def gpu_names() -> list[str]:
 
 
 @cache
-def load_gpu(name: str) -> Gpu:
+def load_gpu(name: str, *, fitted: bool = True) -> Gpu:
     """A GPU by name (``h100``, ``h200``, ``b200``, ``b300``) or from a TOML file of one's own.
+
+    What was fitted to measured kernels of a known GPU lies in ``calibrated/NAME.toml`` and replaces the
+    file's own numbers; ``fitted=False`` leaves that out.
 
     A file may start from a known GPU with ``base = "h200"`` and override numbers, each with its source; a
     calibration overlay is such a file.
@@ -191,8 +198,12 @@ def load_gpu(name: str) -> Gpu:
     known = gpu_names()
     if name.lower() not in known:
         raise HardwareError(f"GPU {name!r} is not known; use one of {', '.join(known)} or a TOML file")
-    text = resources.files("fa4tune.hardware").joinpath(f"{name.lower()}.toml").read_text()
-    return _read(text, f"{name.lower()}.toml")
+    folder, file = resources.files("fa4tune.hardware"), f"{name.lower()}.toml"
+    gpu = _read(folder.joinpath(file).read_text(), file)
+    overlay = folder.joinpath("calibrated", file)
+    if fitted and overlay.is_file():
+        return _read(overlay.read_text(), f"calibrated/{file}", gpu)
+    return gpu
 
 
 def choose_gpu(gpu: str | None, arch: str | None) -> Gpu:

@@ -1,0 +1,242 @@
+"""How good the model's predictions are on shapes it was not fitted to, beside two baselines.
+
+Run `python studies/model_accuracy.py`: reads `studies/data/campaign.jsonl`, prints accuracy by problem and
+over all held-out problems, the same for a roofline and for a roofline times one constant a kernel class (fitted
+to the other shapes), then the published B200 figures and upstream's softmax experiments against the model, and
+draws `figures/model_accuracy.png`.
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, median
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from campaign import DATA, held_out
+
+from fa4tune.hardware.gpu import Gpu, load_gpu
+from fa4tune.kernels.config import SM90ForwardConfig, default_config
+from fa4tune.kernels.program import build_plan
+from fa4tune.model.accuracy import GOOD, SHORTLIST, Accuracy, Sample, accuracy, samples
+from fa4tune.model.fit import predictions
+from fa4tune.model.predict import predict
+from fa4tune.model.roofline import roofline
+from fa4tune.problem import AttentionProblem
+from fa4tune.record import read_trials
+
+FIGURE = Path(__file__).parent / "figures" / "model_accuracy.png"
+UPSTREAM = Path(__file__).parent / "data" / "upstream_softmax_h200.json"
+
+PUBLISHED_B200 = {1024: 1355, 2048: 1468, 4096: 1532, 8192: 1579, 16384: 1601, 32768: 1613}
+"""FlashAttention-4 (arXiv 2603.05451), forward, full mask, head dim 128, 16 heads, 32k tokens: TFLOP/s."""
+
+PLAUSIBLE = {
+    "warp_issue_per_clk": (0.45, 0.9),
+    "contention": (0.4, 1.0),
+    "exp_overlap": (0.2, 0.8),
+    "smem_conflict": (0.0, 1.0),
+    "barrier_latency_clk": (20.0, 80.0),
+    "mma_latency_clk": (20.0, 100.0),
+    "arithmetic_latency_clk": (10.0, 50.0),
+    "tmem_latency_clk": (10.0, 80.0),
+    "tmem_load_bytes_per_clk": (228.0, 512.0),
+    "copy_latency_clk": (500.0, 1200.0),
+    "tile_overhead_clk": (0.0, 1000.0),
+    "launch_us": (1.5, 6.0),
+    "active_watts": (560.0, 800.0),
+    "tensor_watts": (550.0, 800.0),
+}
+"""Ranges of the B200's assumed constants over which the published figures are predicted."""
+
+
+def class_of(sample: Sample) -> tuple[int, str]:
+    """What the second baseline has a constant for."""
+    return sample.problem.head_dim, sample.problem.mask_kind
+
+
+def baselines(fitted_on: Sequence[Sample], judged: Sequence[Sample], gpu: Gpu) -> dict[str, list[float]]:
+    """Microseconds by roofline, and by roofline times a class's median ratio on the samples fitted on."""
+    ratios: dict[tuple[int, str], list[float]] = {}
+    for sample in fitted_on:
+        bound = roofline(sample.plan, gpu).time * 1e6
+        ratios.setdefault(class_of(sample), []).append(sample.measured_us / bound)
+    plain = [roofline(sample.plan, gpu).time * 1e6 for sample in judged]
+    every = median([r for group in ratios.values() for r in group])
+    scaled = [
+        time * median(ratios.get(class_of(sample), [every]))
+        for time, sample in zip(plain, judged, strict=True)
+    ]
+    return {"roofline": plain, "roofline x class": scaled}
+
+
+def show(label: str, result: Accuracy) -> None:
+    print(
+        f"{label:18s} {result.mape:6.1%} {result.good_mape:6.1%} {result.good_maximum:7.1%} "
+        f"{result.median_spearman:9.3f} {result.regret:7.3f} {result.worst_regret:6.3f} "
+        f"{result.in_shortlist:8.0%}"
+    )
+
+
+def campaign() -> None:
+    """Accuracy on the held-out half of the campaign."""
+    gpu = load_gpu("h200")
+    found = samples(read_trials(DATA), gpu)
+    judged = [s for s in found if held_out(s.problem)]
+    others = [s for s in found if not held_out(s.problem)]
+    names = [str(s.problem) for s in judged]
+    measured = [s.measured_us for s in judged]
+    predicted = predictions(judged, gpu)
+    result = accuracy(names, measured, predicted)
+    print(
+        f"\n## Held-out problems: {len(judged)} configs of {len(result.problems)} (of {len(found)} measured)"
+    )
+    print(f"{'problem':58s} configs   MAPE   good    max Spearman regret rank   bias")
+    for row in result.problems:
+        print(
+            f"{row.problem:58s} {row.configs:7d} {row.mape:6.1%} {row.good_mape:6.1%} "
+            f"{row.good_maximum:6.1%} {row.spearman:8.3f} {row.regret:6.3f} {row.best_rank:4d} {row.bias:+6.1%}"
+        )
+    print(
+        f"\n{'':18s} {'MAPE':>6s} {'good':>6s} {'maximum':>7s} {'Spearman':>9s} {'regret':>7s} {'worst':>6s} "
+        f"{f'best<={SHORTLIST}':>8s}   (good: within {GOOD - 1:.0%} of the best)"
+    )
+    show("model", result)
+    for label, times in baselines(others, judged, gpu).items():
+        show(label, accuracy(names, measured, times))
+    train = [str(s.problem) for s in others]
+    show("model, fitted half", accuracy(train, [s.measured_us for s in others], predictions(others, gpu)))
+    draw(judged, measured, predicted, baselines(others, judged, gpu)["roofline x class"])
+
+
+def draw(
+    judged: Sequence[Sample], measured: Sequence[float], predicted: Sequence[float], base: Sequence[float]
+) -> None:
+    """Predicted over measured TFLOP/s for the model and the better baseline."""
+    figure, axes = plt.subplots(1, 2, figsize=(13, 6.2), layout="constrained", sharex=True, sharey=True)
+    colours = {
+        (64, "full"): "#4e79a7",
+        (64, "causal"): "#76b7b2",
+        (128, "full"): "#e15759",
+        (128, "causal"): "#f28e2b",
+    }
+    for axis, times, title in (
+        (axes[0], predicted, "model"),
+        (axes[1], base, "roofline times a constant per class"),
+    ):
+        for key, colour in colours.items():
+            members = [i for i, sample in enumerate(judged) if class_of(sample) == key]
+            flops = [judged[i].problem.flops_convention() * 1e-6 for i in members]
+            axis.scatter(
+                [f / measured[i] for f, i in zip(flops, members, strict=True)],
+                [f / times[i] for f, i in zip(flops, members, strict=True)],
+                s=14, color=colour, alpha=0.75, label=f"d{key[0]} {key[1]}",
+            )  # fmt: skip
+        top = 1.05 * max(
+            s.problem.flops_convention() * 1e-6 / m for s, m in zip(judged, measured, strict=True)
+        )
+        axis.plot([0, top], [0, top], color="black", linewidth=0.8)
+        axis.fill_between(
+            [0, top], [0, 0.9 * top], [0, 1.1 * top], color="black", alpha=0.07, label="within 10%"
+        )
+        axis.set_title(title)
+        axis.set_xlabel("measured TFLOP/s (H200, held-out problems)")
+        axis.grid(color="#dddddd")
+    axes[0].set_ylabel("predicted TFLOP/s")
+    axes[0].legend(fontsize=9)
+    FIGURE.parent.mkdir(exist_ok=True)
+    figure.savefig(FIGURE, dpi=110)
+    print(f"\nwrote {FIGURE.name}")
+
+
+def published_b200() -> None:
+    """The published full-mask forward figures; no constant was fitted to them."""
+    gpu = load_gpu("b200")
+    print(
+        "\n## B200, published forward (full, d128), default config; spread over the assumed constants' ranges"
+    )
+    for seqlen, published in PUBLISHED_B200.items():
+        problem = AttentionProblem(32768 // seqlen, 16, 16, seqlen, seqlen, 128, 128)
+        plan = build_plan(problem, default_config(problem, gpu.arch), gpu)
+        now = predict(plan, gpu)
+        moved = {
+            (name, value): predict(plan, dataclasses.replace(gpu, **{name: value})).tflops  # type: ignore[arg-type]
+            for name, ends in PLAUSIBLE.items()
+            for value in ends
+        }
+        low, high = min(moved, key=lambda k: moved[k]), max(moved, key=lambda k: moved[k])
+        print(
+            f"s{seqlen:<6d} published {published}, predicted {now.tflops:.0f} "
+            f"({now.tflops / published - 1:+.1%}); "
+            f"{moved[low]:.0f} with {low[0]}={low[1]:g} to {moved[high]:.0f} with {high[0]}={high[1]:g}"
+        )
+    print(f"bound by {now.bound}, period {now.period:.0f} cycles, {now.clock_mhz:.0f} MHz")
+    print("critical cycle: " + " -> ".join(f"{s.operation} ({s.cycles:.0f})" for s in now.steps))
+    print("assumed: " + "; ".join(f"{n} = {getattr(gpu, n):g} ({gpu.sources[n]})" for n in PLAUSIBLE))
+
+
+def upstream_softmax() -> None:
+    """Emulation and threshold in upstream's Hopper kernel: effect on the speed, predicted (measured)."""
+    gpu = load_gpu("h200")
+    data = json.loads(UPSTREAM.read_text())
+    columns = [tuple(c) for c in data["columns"]]
+    baseline = [row for row in data["rows"] if row["exp2_share"] == 0 and row["rescale_threshold"] == 0]
+    measured_base = [fmean(row["tflops"][i] for row in baseline) for i in range(len(columns))]
+
+    def predicted(row: dict[str, float]) -> list[float]:
+        speeds = []
+        for head_dim, seqlen, mask in columns:
+            heads = 2048 // head_dim
+            problem = AttentionProblem(
+                16384 // seqlen, heads, heads, seqlen, seqlen, head_dim, head_dim, "bf16", mask
+            )
+            config = SM90ForwardConfig(
+                **data["kernel"][str(head_dim)],
+                **data["kernel"]["both"],
+                exp2_share=row["exp2_share"],
+                exp2_degree=int(row["exp2_degree"]),
+                rescale_threshold=row["rescale_threshold"],
+                scheduler="lpt" if mask == "causal" else "persistent",
+            )
+            speeds.append(predict(build_plan(problem, config, gpu), gpu).tflops)
+        return speeds
+
+    start = predicted(baseline[0])
+    print(
+        "\n## Upstream's Hopper kernel with FlashAttention-4's softmax: effect on speed, predicted (measured)"
+    )
+    print(
+        "baseline TFLOP/s: "
+        + ", ".join(f"{s:.0f} ({m:.0f})" for s, m in zip(start, measured_base, strict=True))
+    )
+    print(
+        "share thr deg | mean d64        mean d128       | "
+        + " ".join(f"d{d} {s // 1024}K {m}" for d, s, m in columns)
+    )
+    for row in data["rows"]:
+        if row in baseline:
+            continue
+        said = [p / s - 1 for p, s in zip(predicted(row), start, strict=True)]
+        took = [t / m - 1 for t, m in zip(row["tflops"], measured_base, strict=True)]
+        means = [f"{fmean(said[h]):+6.1%} ({fmean(took[h]):+6.1%})" for h in (slice(0, 4), slice(4, 8))]
+        cells = " ".join(f"{p:+.1%} ({t:+.1%})" for p, t in zip(said, took, strict=True))
+        print(
+            f"{row['exp2_share']:.3f} {row['rescale_threshold']:3g} {row['exp2_degree']:3g} | "
+            f"{'  '.join(means)} | {cells}"
+        )
+
+
+def main() -> None:
+    if DATA.is_file():
+        campaign()
+    else:
+        print(f"no {DATA}: run studies/campaign.py first")
+    published_b200()
+    upstream_softmax()
+
+
+if __name__ == "__main__":
+    main()
