@@ -1,9 +1,9 @@
 """How good the model's predictions are on shapes it was not fitted to, beside two baselines.
 
 Run `python studies/model_accuracy.py`: reads `studies/data/campaign.jsonl`, prints accuracy by problem and
-over all held-out problems, the same for a roofline and for a roofline times one constant a kernel class (fitted
-to the other shapes), then the published B200 figures and upstream's softmax experiments against the model, and
-draws `figures/model_accuracy.png`.
+over all held-out problems, the same for a roofline and for a roofline times one constant a kernel class
+(fitted to the other shapes), then the published B200 figures and upstream's softmax experiments against the
+model, and draws `figures/model_accuracy.png`.
 """
 
 import dataclasses
@@ -98,7 +98,8 @@ def campaign() -> None:
     for row in result.problems:
         print(
             f"{row.problem:58s} {row.configs:7d} {row.mape:6.1%} {row.good_mape:6.1%} "
-            f"{row.good_maximum:6.1%} {row.spearman:8.3f} {row.regret:6.3f} {row.best_rank:4d} {row.bias:+6.1%}"
+            f"{row.good_maximum:6.1%} {row.spearman:8.3f} {row.regret:6.3f} {row.best_rank:4d} "
+            f"{row.bias:+6.1%}"
         )
     print(
         f"\n{'':18s} {'MAPE':>6s} {'good':>6s} {'maximum':>7s} {'Spearman':>9s} {'regret':>7s} {'worst':>6s} "

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from fa4tune.errors import PlanError
 from fa4tune.hardware.gpu import Gpu
 from fa4tune.kernels.plan import Dependency, Loop, Order, Unit
-from fa4tune.model.event_graph import Arcs, contract, maximum_cycle_ratio
+from fa4tune.model.event_graph import Arcs, contract, maximum_cycle_ratio, slacks
 from fa4tune.model.timing import UNITS, Duration, Rates
 
 _FULL, _REMOTE, _SERVICE, _ISSUE = range(4)
@@ -314,6 +314,16 @@ class Timed:
     def span(self, operation: int) -> float:
         """Cycles of an operation from its start to its end as its reader sees it."""
         return self.values[operation]
+
+    def slack(self) -> list[float]:
+        """Cycles that each operation could take longer before the period grows; 0 on the critical cycle.
+
+        Infinity for one that nothing waits for; where a unit's total binds, what its cycles leave to it.
+        """
+        shape = self.skeleton
+        weights = [self.values[value] for value in shape.values]
+        by_node = slacks(shape.arcs, weights, self.period)
+        return by_node[: len(self.durations)]
 
     def service(self, operation: int) -> float:
         """Cycles for which an operation holds its unit or, if its role executes it, its role."""

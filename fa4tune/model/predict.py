@@ -228,6 +228,19 @@ def state_of(plan: KernelPlan, gpu: Gpu, load: Load) -> Steady:
     return steady(plan, gpu, typical, load.miss, any(t.masked for t in load.trips))
 
 
+def slack(plan: KernelPlan, gpu: Gpu) -> dict[str, float]:
+    """Cycles that each loop operation could take longer before the period grows, by name.
+
+    Operations that do not run in an unmasked iteration are left out.
+    """
+    timed = state_of(plan, gpu, load_of(plan, gpu)).plain
+    return {
+        operation.name: cycles
+        for index, (operation, cycles) in enumerate(zip(plan.loop.body, timed.slack(), strict=True))
+        if timed.span(index) > 0
+    }
+
+
 def predict(plan: KernelPlan, gpu: Gpu) -> Prediction:
     """Predict the time of one launch of ``plan`` on ``gpu``.
 

@@ -12,7 +12,7 @@ from fa4tune.hardware.gpu import Gpu, load_gpu
 from fa4tune.kernels.config import default_config
 from fa4tune.kernels.plan import KernelPlan, Unit
 from fa4tune.kernels.program import build_plan
-from fa4tune.model.predict import clock_mhz, predict
+from fa4tune.model.predict import clock_mhz, predict, slack
 from fa4tune.model.replay import replay
 from fa4tune.model.roofline import roofline
 from fa4tune.problem import AttentionProblem
@@ -82,6 +82,20 @@ def test_critical_cycle_explains_the_period(gpu_name: str) -> None:
         assert around <= prediction.period * 1.001
         if prediction.bound == "latency chain":
             assert around == pytest.approx(prediction.period, rel=1e-6)
+
+
+@pytest.mark.parametrize("gpu_name", ["h200", "b200"])
+def test_slack_is_zero_on_the_critical_cycle_and_positive_off_it(gpu_name: str) -> None:
+    gpu = load_gpu(gpu_name)
+    for plan in random_plans(PROBLEMS[0], gpu, 6, seed=13):
+        found, prediction = slack(plan, gpu), predict(plan, gpu)
+        if prediction.bound != "latency chain":
+            continue
+        for name in prediction.critical_cycle:
+            # of an asynchronous operation the issue alone may be critical
+            if not plan.loop.operation(name).asynchronous:
+                assert found[name] == pytest.approx(0.0, abs=1e-3 * prediction.period)
+        assert max(found.values()) > 0.05 * prediction.period
 
 
 @pytest.mark.parametrize(("gpu_name", "kv_heads"), [("h200", 32), ("b200", 32), ("b200", 8)])
