@@ -1,0 +1,67 @@
+"""``fa4tune study``: run one of the studies that come with the source tree."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fa4tune.cli.common import JsonOption, emit_json, note
+from fa4tune.errors import Fa4tuneError
+
+FOLDER = Path(__file__).resolve().parents[2] / "studies"
+
+
+def studies(folder: Path = FOLDER) -> dict[str, str]:
+    """Names of the studies in ``folder`` with the first line of what each says of itself.
+
+    Raises:
+        Fa4tuneError: there is no such folder: the package was installed without its source tree.
+    """
+    if not folder.is_dir():
+        raise Fa4tuneError(
+            f"no studies at {str(folder)!r}: they come with the source tree; "
+            f"clone the repository and install with pip install -e ."
+        )
+    found = {}
+    for path in sorted(folder.glob("*.py")):
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        found[path.stem.replace("_", "-")] = text.split("\n")[0]
+    return found
+
+
+def study(
+    context: typer.Context,
+    name: Annotated[str | None, typer.Argument(help="Which study; see --list.")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="Names and what each is about.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Run a study with the arguments that follow its name, or list them."""
+    known = studies()
+    if list_ or name is None:
+        if json:
+            emit_json({"studies": known})
+            return
+        for each, what in known.items():
+            print(f"{each:22s} {what}")
+        return
+    if name not in known:
+        raise Fa4tuneError(f"study {name!r} does not exist; use one of {', '.join(known)}")
+    import runpy
+
+    path = FOLDER / f"{name.replace('-', '_')}.py"
+    note(f"running {path.name} {' '.join(context.args)}")
+    sys.argv = [str(path), *context.args]
+    sys.path.insert(0, str(FOLDER))
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command(
+        "study",
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )(study)

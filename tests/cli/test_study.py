@@ -1,0 +1,49 @@
+"""``fa4tune study``: the list, a run, and names that do not exist."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fa4tune.cli import main, study
+from fa4tune.errors import Fa4tuneError
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
+    monkeypatch.setattr("sys.argv", ["fa4tune", "study", *arguments])
+    with pytest.raises(SystemExit) as done:
+        main.main()
+    return done.value.code
+
+
+def test_list_says_what_each_is_about(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "--list", "--json") in (0, None)
+    known = json.loads(capsys.readouterr().out)["studies"]
+    assert "asymmetric-scaling" in known
+    assert all(text.endswith(".") for text in known.values())
+
+
+def test_arguments_after_the_name_are_the_studys(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "echo.py").write_text('"""Says back."""\nimport sys\nprint(sys.argv[1:])\n')
+    monkeypatch.setattr(study, "FOLDER", tmp_path)
+    monkeypatch.setattr(study, "studies", lambda: {"echo": "Says back."})
+    assert run(monkeypatch, "echo", "--scale", "exp=2") in (0, None)
+    assert "['--scale', 'exp=2']" in capsys.readouterr().out
+
+
+def test_unknown_study_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "no-such") not in (0, None)
+    assert "does not exist; use one of" in capsys.readouterr().err
+
+
+def test_missing_source_tree_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(Fa4tuneError, match="come with the source tree"):
+        study.studies(tmp_path / "none")
