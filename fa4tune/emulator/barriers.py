@@ -21,15 +21,16 @@ class TraceEvent:
     """One event at a barrier.
 
     Args:
-        kind: ``arrive``, ``wait`` (it succeeded), ``expect_tx``, ``complete_tx``, ``commit``, ``init``,
-            ``sync`` or ``bar_arrive`` for named barriers.
+        kind: ``arrive``, ``wait`` (it succeeded), ``expect_tx``, ``complete_tx``, ``commit`` (an arrival by
+            the tensor core), ``init``, and ``sync_arrive``, the first half of a ``barrier.sync``, whose
+            second half is a ``wait``.
         cta: linear CTA number in the grid.
         warp: warp number in that CTA, -1 for an asynchronous unit.
         space: ``mbarrier``, ``named`` or ``cluster``.
         owner: linear number of the CTA that holds the barrier.
         barrier: offset in shared memory, or the number of a named barrier.
         phase: of the barrier when the event happened; the phase waited for in a ``wait``.
-        amount: arrivals or bytes.
+        amount: arrivals (threads, for a named barrier) or bytes.
     """
 
     kind: str

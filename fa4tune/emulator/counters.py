@@ -21,8 +21,8 @@ class WarpCounters:
             ``convert``, ``select``, ``predicate``, ``move``, ``memory``, ``tmem``, ``mma``, ``tma``,
             ``async``, ``barrier``, ``wait``, ``fence``, ``shuffle``, ``vote``, ``atomic``, ``control``,
             ``hint``).
-        exponentials: elements by unit: ``mufu`` (ex2), ``polynomial`` (recognised by the round-down add that
-            splits off the integer part).
+        exponentials: elements by unit: ``mufu`` (ex2), ``mufu_other`` (the unit's other functions: lg2, rcp,
+            ...), ``polynomial`` (recognised by the round-down add that splits off the integer part).
         bytes: by path: ``tma_read`` and ``tma_write`` (global memory side), ``mma_smem`` (operands read by
             matrix operations, as the instruction asks for them), ``smem_read``, ``smem_write``,
             ``dsmem_read``, ``dsmem_write``, ``global_read``, ``global_write``, ``tmem_read``,
@@ -67,32 +67,35 @@ def _polynomial(operation: Operation) -> int:
     return 0
 
 
-def _mufu(operation: Operation) -> int:
-    if operation.unit != "mufu_ex2":
+def _mufu(operation: Operation, unit: str) -> int:
+    """Elements a lane that the exponential unit computes."""
+    if operation.unit != unit:
         return 0
     return 2 if operation.dst_kinds in "VB" else 1
 
 
 def collect(machine: Machine, ctas: list[Cta]) -> list[WarpCounters]:
     """Counters from the blocks that each warp visited and the events that it noted."""
-    static: list[tuple[Counter[str], int, int, list[int]]] = []
+    static: list[tuple[Counter[str], dict[str, int], list[int]]] = []
     for block in machine.program.blocks:
         units: Counter[str] = Counter(o.unit for o in block.operations)
-        mufu = sum(_mufu(o) for o in block.operations)
-        polynomial = sum(_polynomial(o) for o in block.operations)
-        static.append((units, mufu, polynomial, [o.instruction.line for o in block.operations]))
+        elements = {
+            "mufu": sum(_mufu(o, "mufu_ex2") for o in block.operations),
+            "mufu_other": sum(_mufu(o, "mufu") for o in block.operations),
+            "polynomial": sum(_polynomial(o) for o in block.operations),
+        }
+        static.append((units, elements, [o.instruction.line for o in block.operations]))
     out = []
     for cta in ctas:
         for warp in cta.warps:
             count = WarpCounters(cta.number, warp.index)
             for (pc, _), (visits, lanes) in warp.visits.items():
-                units, mufu, polynomial, lines = static[pc]
+                units, elements, lines = static[pc]
                 for unit, n in units.items():
                     count.instructions[unit] += n * visits
-                if mufu:
-                    count.exponentials["mufu"] += mufu * lanes
-                if polynomial:
-                    count.exponentials["polynomial"] += polynomial * lanes
+                for unit, n in elements.items():
+                    if n:
+                        count.exponentials[unit] += n * lanes
                 for line in lines:
                     count.lines[line] += visits
             count.bytes.update(warp.bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -51,6 +52,8 @@ TABLES = (
 
 REGISTER_FILE = 65536  #: 32-bit registers of an SM
 SMEM_LIMIT = 232448  #: dynamic shared memory a CTA may have (227 KiB), Hopper and Blackwell
+
+TIME_OUT_SHARE = 0.2  #: of unsuccessful try_waits that end at once in late mode
 
 Progress = Callable[[int, int], None]
 
@@ -122,6 +125,7 @@ class Cluster:
         self.machine = machine
         cx, cy, cz = machine.cluster_shape
         self.size = cx * cy * cz
+        self.random = random.Random(f"{machine.late}/{first}")
         self.barrier = ClusterBarrier()
         self.units = AsyncUnits(machine.late is not None)
         self.ready: deque[Warp] = deque()
@@ -132,6 +136,10 @@ class Cluster:
         self.warps = [w for c in self.ctas for w in c.warps]
         self.barrier.expected = sum(w.threads for w in self.warps)
         self.ready.extend(self.warps)
+
+    def gives_up(self) -> bool:
+        """Whether a try_wait returns false although it could wait: now and then in late mode, else never."""
+        return self.machine.late is not None and self.random.random() < TIME_OUT_SHARE
 
     def cta(self, rank: int) -> Cta:
         """A CTA by rank."""

@@ -150,8 +150,10 @@ def shared_load(w: Any, addresses: Array, size: int, count: int, cluster: bool) 
     return out
 
 
-def shared_store(w: Any, addresses: Array, values: list[Array], size: int, cluster: bool) -> None:
-    """Words to shared memory."""
+def shared_store(
+    w: Any, addresses: Array, values: list[Array], size: int, cluster: bool, counted: bool = True
+) -> None:
+    """Words to shared memory; ``counted`` as bytes that a thread stored."""
     count = len(values)
     for cta, offsets, which in shared_groups(w, addresses, cluster):
         _check_shared(cta, offsets, size * count, "a shared store")
@@ -161,7 +163,8 @@ def shared_store(w: Any, addresses: Array, values: list[Array], size: int, clust
         for j, value in enumerate(values):
             view[words + j] = value[which]
         cta.smem.stamps[offsets >> PAGE_SHIFT] = w.machine.tick()
-        w.count_bytes("smem_write" if cta is w.cta else "dsmem_write", size * count * len(offsets))
+        if counted:
+            w.count_bytes("smem_write" if cta is w.cta else "dsmem_write", size * count * len(offsets))
     w.machine.progress += 1
 
 

@@ -156,7 +156,7 @@ def _wait(operation: Operation) -> RuntimeFunction:
             wanted = int(value[lanes[0]])
             done = (bar.phase & 1) != (wanted & 1) if parity else bar.phase != wanted
             if not done:
-                if blocking and not w.timed_out:
+                if blocking and not w.timed_out and not w.cluster.gives_up():
                     bar.waiters.append(w)
                     w.block(bar)
                     return None
@@ -199,14 +199,14 @@ def _sync(operation: Operation) -> RuntimeFunction:
         bar, expected = _named(w, m, number, count)
         if w.token is None:
             w.token = bar.generation
-            _note_named(w, "bar_arrive", bar, bar.generation, expected)
+            _note_named(w, "sync_arrive", bar, bar.generation, 32)
             bar.arrive(32, expected)
             w.machine.progress += 1
         if bar.generation == w.token:
             bar.waiters.append(w)
             w.block(bar)
             return None
-        _note_named(w, "sync", bar, w.token, expected)
+        _note_named(w, "wait", bar, w.token, 0)
         w.token = None
         return True
 
@@ -217,7 +217,7 @@ def _sync(operation: Operation) -> RuntimeFunction:
 def _bar_arrive(operation: Operation) -> RuntimeFunction:
     def arrive(w: Any, m: Array | None, number: Array, count: Array) -> None:
         bar, expected = _named(w, m, number, count)
-        _note_named(w, "bar_arrive", bar, bar.generation, expected)
+        _note_named(w, "arrive", bar, bar.generation, 32)
         bar.arrive(32, expected)
         w.machine.progress += 1
 
@@ -399,7 +399,7 @@ def _setmaxnreg(operation: Operation) -> RuntimeFunction:
     def change(w: Any, m: Array | None) -> Any:
         cta = w.cta
         if increase:
-            if count < w.register_count:
+            if count < w.register_count and w.registers_set:
                 raise FaultError("setmaxnreg", f".inc to {count} registers from {w.register_count}")
             if count - w.register_count > cta.register_pool:
                 cta.register_waiters.append(w)
@@ -407,11 +407,13 @@ def _setmaxnreg(operation: Operation) -> RuntimeFunction:
                 return None
             cta.register_pool -= count - w.register_count
             w.register_count = count
+            w.registers_set = True
             return True
-        if count > w.register_count:
+        if count > w.register_count and w.registers_set:
             raise FaultError("setmaxnreg", f".dec to {count} registers from {w.register_count}")
         cta.register_pool += w.register_count - count
         w.register_count = count
+        w.registers_set = True
         waiters, cta.register_waiters = cta.register_waiters, []
         for other in waiters:
             other.wake()

@@ -258,7 +258,7 @@ def _alloc(operation: Operation) -> RuntimeFunction:
             w.block(w.cta.tmem)
             return None
         address = window_offset(base, offset)[:1].astype(U4)
-        shared_store(w, address, [np.array([first], U4)], 4, False)
+        shared_store(w, address, [np.array([first], U4)], 4, False, counted=False)
         return True
 
     return alloc

@@ -24,7 +24,7 @@ def run_cluster(cluster: Cluster) -> bool:
     machine = cluster.machine
     warp: Warp | None = None
     late = machine.late is not None
-    rng = random.Random(f"{machine.late}/{cluster.ctas[0].number}") if late else random.Random(0)
+    rng = cluster.random
     priorities = {id(w): rng.random() for w in cluster.warps}
     stalled = 0
     timeouts = 0

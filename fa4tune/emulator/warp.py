@@ -71,7 +71,9 @@ class Warp:
         self.mma_open: list[Any] = []
         self.mma_groups: deque[list[Any]] = deque()
         self.tmem_stores: list[Any] = []
+        # The assembler chose what a launch allocates and the PTX does not say it: an even share is assumed.
         self.register_count = cta.initial_registers
+        self.registers_set = False
         self.local: Array | None = None
         self.visits: dict[tuple[int, bool], list[int]] = {}
         self.bytes: dict[str, int] = {}

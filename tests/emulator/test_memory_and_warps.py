@@ -395,7 +395,7 @@ def test_barrier_orders_producer_and_consumer_warps() -> None:
         assert (out[32:] == 5 * np.arange(32)).all()
         assert result.trace is not None
         kinds = [(e.kind, e.warp, e.barrier, e.phase) for e in result.trace if e.space == "named"]
-        assert sorted(kinds) == [("bar_arrive", 0, 3, 0), ("bar_arrive", 1, 3, 0), ("sync", 1, 3, 0)]
+        assert sorted(kinds) == [("arrive", 0, 3, 0), ("sync_arrive", 1, 3, 0), ("wait", 1, 3, 0)]
 
 
 @pytest.mark.parametrize(
