@@ -277,7 +277,8 @@ def default_config(problem: AttentionProblem, arch: str) -> KernelConfig:
     """The config that a problem's class gets without a search.
 
     Blackwell: the choices of FlashAttention-4 (upstream 4.0.0b36 tuning table; off-emulation on ``sm_103a``).
-    Hopper: the tiles of FlashAttention-3/-4 on this architecture.
+    Hopper: the tiles of FlashAttention-3/-4 on this architecture, with warpgroups taking turns, which is
+    faster in every class measured on an H200.
 
     Raises:
         ConfigError: no kernel exists for the architecture.
@@ -291,6 +292,7 @@ def default_config(problem: AttentionProblem, arch: str) -> KernelConfig:
             tile_m=128 if wide else 192,
             tile_n=128,
             kv_stages=2,
+            ping_pong=True,
             scheduler="lpt" if causal else "persistent",
         )
     return _default_sm100(problem, causal, doubled_exp=arch == "sm_103a")
