@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +59,13 @@ def ours() -> Attention:
 
 def flash_attn_4() -> Attention:
     """The flash-attn-4 package."""
-    from flash_attn.cute import flash_attn_func as upstream
-
+    upstream = import_module("flash_attn.cute").flash_attn_func
     return lambda q, k, v, causal: _first(upstream(q, k, v, causal=causal))
 
 
 def flash_attn_3() -> Attention:
     """The fa3-fwd package."""
-    from fa3_fwd_interface import flash_attn_func as upstream
-
+    upstream = import_module("fa3_fwd_interface").flash_attn_func
     return lambda q, k, v, causal: _first(upstream(q, k, v, causal=causal))
 
 

@@ -22,7 +22,8 @@ from fa4tune.problem import AttentionProblem
 
 if TYPE_CHECKING:
     from fa4tune.hardware.gpu import Gpu
-    from fa4tune.search.session import Found, Report, Request
+    from fa4tune.search.evaluators import Report
+    from fa4tune.search.session import Found, Request
     from fa4tune.search.transfer import Exported
 
 TableOption = Annotated[
@@ -73,6 +74,8 @@ def search(
     from fa4tune.runtime.device import local_gpu
     from fa4tune.search import session
     from fa4tune.search.bundle import Settings
+    from fa4tune.search.evaluators import MeasuredEvaluator
+    from fa4tune.search.study import default_directory
     from fa4tune.table.store import Table
 
     if export is not None and import_ is not None:
@@ -117,8 +120,9 @@ def search(
         measured = here is not None and here.key == chosen.key
         if not measured:
             note(f"taking the model's prediction: {'asked to' if predict else f'no {chosen.title} here'}")
+        evaluator = MeasuredEvaluator(chosen, studies or default_directory(), settings=settings)
         found = [
-            session.search_measured(problem, request(chosen), settings=settings, report=report)
+            session.search_measured(problem, request(chosen), evaluator, report=report)
             if measured
             else session.search_predicted(problem, request(chosen), report)
             for problem in problems

@@ -50,23 +50,12 @@ def list_(table: TableOption = None, json: JsonOption = False) -> None:
     if json:
         emit_json({"entries": [_as_dict(path, entry) for path, entry in entries]})
         return
-    from rich.console import Console
-    from rich.table import Table as Grid
-
-    grid = Grid("problem", "hardware", "source", "kernel", "us", "default / us", "config")
     for _, entry in entries:
-        ratio = "" if entry.ratio is None else f"{entry.ratio:.3f}"
-        config = str(entry.kernel_config())
-        grid.add_row(
-            entry.problem,
-            entry.hardware_key,
-            entry.source,
-            entry.kernel,
-            f"{entry.median_us:.1f}",
-            ratio,
-            config,
-        )
-    Console().print(grid)
+        ratio = "" if entry.ratio is None else f", default / this {entry.ratio:.3f}"
+        print(f"{entry.problem} on {entry.hardware_key}")
+        print(f"  {entry.source} {entry.median_us:.1f} us{ratio}; kernel {entry.kernel}")
+        print(f"  {entry.kernel_config()}")
+    note(f"{len(entries)} entries")
 
 
 def show(

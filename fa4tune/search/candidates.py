@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import optuna
@@ -47,6 +47,7 @@ def choose(
     *,
     again: Iterable[KernelConfig] = (),
     asked: Iterable[tuple[KernelConfig, str]] = (),
+    allowed: Container[KernelConfig] | None = None,
     sampler: str = "tpe",
     seed: int = 0,
 ) -> list[Choice]:
@@ -59,6 +60,7 @@ def choose(
         count: new configs, the default among them while it has no outcome; ``asked`` ones count too.
         again: known configs to time along, such as the table's present entry.
         asked: configs to try before the model's, each with its phase.
+        allowed: the only configs that may be chosen, for searching among recorded ones; None allows all.
         sampler: ``tpe`` or ``gp``.
         seed: of the sampler.
 
@@ -84,6 +86,9 @@ def choose(
     for config, phase in asked:
         if config not in tried and len(chosen) < count:
             chosen.setdefault(config, phase)
+    if allowed is not None:
+        chosen = {c: phase for c, phase in chosen.items() if c in allowed}
+        ranked = [r for r in ranked if r.config in allowed]
     fresh = [r for r in ranked if r.config not in tried and r.config not in chosen]
     from_model = round((count - len(chosen)) * MODEL_SHARE)
     for entry in diverse(fresh, from_model, taken=[*tried, *chosen]):
@@ -92,7 +97,8 @@ def choose(
     if len(chosen) < count:
         proposals = _propose(problem, gpu, ranked, tried, list(chosen), count - len(chosen), sampler, seed)
         for config in proposals:
-            chosen.setdefault(config, "sampler")
+            if allowed is None or config in allowed:
+                chosen.setdefault(config, "sampler")
     for entry in diverse(fresh, count, taken=chosen):
         if len(chosen) < count:
             chosen.setdefault(entry.config, "model")

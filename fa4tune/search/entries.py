@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from fa4tune import __version__
 from fa4tune.hardware.gpu import Gpu
-from fa4tune.kernels.config import CONFIGS, KernelConfig, default_config
+from fa4tune.kernels.config import KernelConfig, default_config
 from fa4tune.outcome import Outcome
 from fa4tune.problem import AttentionProblem
-from fa4tune.record import Provenance, Trial
+from fa4tune.record import Provenance
 from fa4tune.search.candidates import predicted_time
 from fa4tune.search.samples import duel_winner
 from fa4tune.search.space import Ranked, plan_or_none
+from fa4tune.search.transfer import Comparison
 from fa4tune.table.entry import Entry
 from fa4tune.table.key import table_key
 
@@ -42,44 +43,36 @@ def predicted_entry(
 
 
 def measured_entry(
-    problem: AttentionProblem,
-    gpu: Gpu,
-    comparison: Mapping[int, Sequence[float]],
-    default: int | None,
-    trials: Sequence[Trial],
-    configs: Mapping[int, dict[str, object]],
-    *,
-    tried: int,
-    study: str = "",
+    problem: AttentionProblem, gpu: Gpu, comparison: Comparison, *, tried: int, study: str = ""
 ) -> Entry | None:
-    """The winner of the last comparison: None where nothing passed.
+    """The winner of a comparison: None where nothing passed.
 
     Args:
         problem, gpu: what was searched.
-        comparison: samples in microseconds by candidate, position by position of the same rounds.
-        default: the candidate that is the default config, if one is.
-        trials: records of this comparison; the winner's gives provenance and protocol.
-        configs: knob values by candidate.
+        comparison: the last stage's samples and records; the winner's record gives provenance and protocol.
         tried: configs that were measured in all.
         study: name for the entry.
     """
-    if not comparison:
+    if not comparison.paired:
         return None
-    winner = duel_winner(comparison, default)
-    own = [t for t in trials if t.config == configs[winner] and t.outcome is Outcome.MEASURED]
-    record = own[-1]  # a duel's record is behind the rounds'
-    base = None if default is None else configs[default]
-    floor = [t for t in trials if t.config == base and t.outcome is Outcome.MEASURED]
+    base = default_config(problem, gpu.arch)
+    cls = type(base)
+    records = {
+        cls.from_dict(trial.config): trial for trial in comparison.trials if trial.outcome is Outcome.MEASURED
+    }  # of two records of a config the later one, the duel's
+    winner = duel_winner(comparison.paired, base)
+    record = records[winner]
+    floor = records.get(base)
     assert record.median_us is not None  # measured
     return _entry(
         problem,
         gpu,
-        CONFIGS[gpu.arch].from_dict(record.config),
+        winner,
         source="measured",
         kernel="measured",
         median_us=record.median_us,
         spread_us=record.spread_us,
-        default_us=floor[-1].median_us if floor else None,
+        default_us=floor.median_us if floor else None,
         predicted_us=record.predicted_us,
         trials=tried,
         provenance=record.provenance,

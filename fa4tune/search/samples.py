@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
+
+Name = TypeVar("Name", bound=Hashable)
 
 SIGNIFICANCE = 0.01
 """A challenger replaces the default only where chance explains its wins with less than this probability."""
@@ -50,12 +53,13 @@ def finalists(medians: Mapping[int, float], default: int, count: int) -> list[in
     return [default, *(name for _, name in others[:count])]
 
 
-def duel_winner(samples: Mapping[int, Sequence[float]], default: int | None) -> int:
+def duel_winner(samples: Mapping[Name, Sequence[float]], default: Name | None) -> Name:
     """Who is written to the table: the smallest median, unless it is not significantly below the default's.
 
-    ``samples`` holds one series of equal length a finalist, position by position from the same rounds.
+    ``samples`` holds one series of equal length a finalist, position by position from the same rounds. Of
+    equal medians the first one wins.
     """
-    best = min(samples, key=lambda name: (median(samples[name]), name != default, name))
+    best = min(samples, key=lambda name: median(samples[name]))
     if best == default or default is None or default not in samples:
         return best
     return best if sign_test(samples[best], samples[default]) < SIGNIFICANCE else default

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,16 +14,15 @@ from fa4tune.kernels.config import CONFIGS, KernelConfig, default_config
 from fa4tune.outcome import Outcome
 from fa4tune.problem import AttentionProblem
 from fa4tune.record import Trial
-from fa4tune.search.bundle import MANIFEST, Manifest, Settings
+from fa4tune.search.bundle import Settings
 from fa4tune.search.candidates import Choice, choose, predicted_time
 from fa4tune.search.compiling import Built, build
 from fa4tune.search.entries import measured_entry, predicted_entry
-from fa4tune.search.measure import measure
+from fa4tune.search.evaluators import Evaluator, Report, silent
 from fa4tune.search.ranking import rank_space
 from fa4tune.search.space import ablations
 from fa4tune.search.study import Study
-from fa4tune.search.transfer import Exported, Imported, export, load_results, make_manifest
-from fa4tune.search.worker import DEFAULT_BACKEND
+from fa4tune.search.transfer import Comparison, Exported, Imported, export, load_results
 from fa4tune.table.entry import Entry
 from fa4tune.table.store import Table
 
@@ -34,13 +31,6 @@ BATCH = 8
 
 FINALISTS = 3
 """Fastest configs of a study that meet the default in its last duel."""
-
-Report = Callable[[str, int, int, str], None]
-"""``report(stage, done, total, text)``: what a progress bar shows."""
-
-
-def _silent(stage: str, done: int, total: int, text: str) -> None:
-    return
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +86,7 @@ class Request:
         return Study(problem, self.gpu, directory=self.studies, storage=self.storage)
 
 
-def search_predicted(problem: AttentionProblem, request: Request, report: Report = _silent) -> Found:
+def search_predicted(problem: AttentionProblem, request: Request, report: Report = silent) -> Found:
     """Search with the model alone: the exhaustive minimum of the space.
 
     Raises:
@@ -111,12 +101,21 @@ def search_predicted(problem: AttentionProblem, request: Request, report: Report
     return Found(problem, entry, path, {Outcome.PREDICTED.value: len(ranked)})
 
 
+def _asked(problem: AttentionProblem, request: Request) -> list[tuple[KernelConfig, str]]:
+    """Configs that the request names itself, each with its phase."""
+    base = default_config(problem, request.gpu.arch)
+    asked = [(base.with_text(text), "asked") for text in request.asked]
+    if request.ablate:
+        asked += [(config, "ablation") for config in ablations(problem, request.gpu, base)]
+    return asked
+
+
 def pick(
     problem: AttentionProblem,
     request: Request,
     study: Study,
     count: int,
-    report: Report = _silent,
+    report: Report = silent,
 ) -> tuple[list[Built], list[Trial]]:
     """Choose and compile until ``count`` new configs can be measured, or no more are found.
 
@@ -126,10 +125,7 @@ def pick(
     ranked = rank_space(
         problem, gpu, progress=lambda done, total: report("predicting", done, total, str(problem))
     )
-    base = default_config(problem, gpu.arch)
-    asked = [(base.with_text(text), "asked") for text in request.asked]
-    if request.ablate:
-        asked += [(config, "ablation") for config in ablations(problem, gpu, base)]
+    asked = _asked(problem, request)
     hit = request.table.lookup(problem, gpu)
     again = [hit.entry.kernel_config()] if hit is not None else []
     times = {c: t for c, t in study.tried().items() if t is not None}
@@ -179,7 +175,7 @@ def export_bundle(
     python: str = "3.12",
     settings: Settings | None = None,
     note: Callable[[str], None] = lambda text: None,
-    report: Report = _silent,
+    report: Report = silent,
 ) -> Exported:
     """Choose, compile and write a bundle for a host that measures.
 
@@ -227,135 +223,119 @@ def import_results(
 
 def _take_over(problem: AttentionProblem, request: Request, imported: Imported) -> Found:
     study = request.study(problem)
-    trials = imported.trials[str(problem)]
-    study.add(trials)
-    candidates = imported.manifest.of(str(problem))
-    tried = study.tried()
-    entry = measured_entry(
-        problem,
-        request.gpu,
-        imported.comparison[str(problem)],
-        imported.defaults[str(problem)],
-        trials,
-        {c.name: c.config for c in candidates},
-        tried=sum(time is not None for time in tried.values()),
-        study=study.name,
-    )
-    outcomes = dict(Counter(t.outcome.value for t in trials if t.phase != "duel"))
+    comparison = imported.results[str(problem)]
+    study.add(comparison.trials)
+    return _conclude(problem, request, study, comparison)
+
+
+def _conclude(problem: AttentionProblem, request: Request, study: Study, comparison: Comparison) -> Found:
+    """Write the winner of a study's last comparison to the table."""
+    times = [time for time in study.tried().values() if time is not None]
+    entry = measured_entry(problem, request.gpu, comparison, tried=len(times), study=study.name)
+    outcomes = dict(Counter(t.outcome.value for t in study.trials() if t.phase != "duel"))
     if entry is None:
         return Found(problem, None, None, outcomes)
     present = request.table.lookup(problem, request.gpu)
-    compared = [c.config for c in candidates if c.name in imported.comparison[str(problem)]]
-    replaces = present is not None and present.exact and present.entry.config in compared
+    # an entry that was measured again along with the others is known as well as they are
+    replaces = present is not None and present.exact and present.entry.kernel_config() in comparison.paired
     return Found(problem, entry, request.table.put(entry, replace=replaces), outcomes)
 
 
 def search_measured(
     problem: AttentionProblem,
     request: Request,
+    evaluator: Evaluator,
     *,
-    settings: Settings | None = None,
-    backend: str = DEFAULT_BACKEND,
-    report: Report = _silent,
+    allowed: Container[KernelConfig] | None = None,
+    report: Report = silent,
 ) -> Found:
-    """Search on this machine's GPU, a batch at a time; the same call goes on where a killed one stopped.
+    """Search a batch at a time until the study has ``request.trials`` configs, then let the best meet again.
+
+    The same call goes on where a killed one stopped.
+
+    Args:
+        problem, request: what to search and how.
+        evaluator: measures, or replays measurements.
+        allowed: the only configs that may be chosen; None allows all that are feasible.
+        report: told of progress.
 
     Raises:
-        SearchError: nothing could be measured, or the machine cannot measure.
+        SearchError: no config passed, or the machine cannot measure.
     """
     study = request.study(problem)
-    settings = settings or Settings()
-    work = study.directory / f"{study.name}.work"
-    if (work / MANIFEST).exists():  # a batch that an earlier run did not finish
-        _finish_batch(work, problem, study, backend, report)
+    if (left_over := evaluator.unfinished(problem, report)) is not None:
+        study.add(left_over.trials)
+    ranked = rank_space(
+        problem, request.gpu, progress=lambda done, total: report("predicting", done, total, str(problem))
+    )
     while (missing := request.trials - len(study.tried())) > 0:
-        built, failed = pick(problem, request, study, min(BATCH, missing), report)
-        new = [b for b in built if b.choice.config not in study.tried()]
-        if not new:
-            if failed:
-                continue
+        choices = choose(
+            problem,
+            request.gpu,
+            ranked,
+            study.tried(),
+            min(BATCH, missing),
+            asked=_asked(problem, request),
+            allowed=allowed,
+            sampler=request.sampler,
+            seed=request.seed,
+        )
+        if all(choice.config in study.tried() for choice in choices):
             break
-        make_manifest(work, request.gpu, {problem: built}, _with(settings, duel_rounds=0))
-        _finish_batch(work, problem, study, backend, report)
+        _compare(problem, study, evaluator, choices, report)
     times = {c: t for c, t in study.tried().items() if t is not None}
     if not times:
-        raise SearchError(
-            f"no config of {problem} passed: "
-            + "; ".join(sorted({f"{t.outcome}: {t.reason}" for t in study.trials()})[:3])
-        )
-    return _last_duel(work, problem, request, study, times, settings, backend, report)
+        reasons = sorted({f"{t.outcome}: {t.reason}" for t in study.trials()})
+        raise SearchError(f"no config of {problem} passed; {'; '.join(reasons[:3])}")
+    choices = _finalists(problem, request, times)
+    comparison = _compare(problem, study, evaluator, choices, report, duel=True)
+    found = _conclude(problem, request, study, comparison)
+    if found.entry is None:
+        raise SearchError(f"no finalist of {problem} passed its checks again; see {study.record_path}")
+    return found
 
 
-def _with(settings: Settings, **changes: Any) -> Settings:
-    return dataclasses.replace(settings, **changes)
-
-
-def _finish_batch(
-    work: Path, problem: AttentionProblem, study: Study, backend: str, report: Report
-) -> Imported:
-    """Measure what is left of a batch, store its trials, and remove it."""
+def _compare(
+    problem: AttentionProblem,
+    study: Study,
+    evaluator: Evaluator,
+    choices: Sequence[Choice],
+    report: Report,
+    duel: bool = False,
+) -> Comparison:
+    """Evaluate ``choices`` and store every outcome in the study; an interruption leaves no trial open."""
     times = [t for t in study.tried().values() if t is not None]
-    best = f"best {min(times):.1f} us so far" if times else ""
-    numbers = {}
+    best = f"best so far {min(times):.1f} us; " if times else ""
     cls = CONFIGS[study.gpu.arch]
-    for candidate in Manifest.read(work).of(str(problem)):
-        config = cls.from_dict(candidate.config)
-        numbers[str(config)] = study.begin(config, candidate.phase)
+    open_trials = {c.config: study.begin(c.config, c.phase) for c in choices}
     try:
-        measure(
-            work,
-            backend=backend,
-            report=lambda done, total, text: report("measuring", done, total, f"{text} {best}".strip()),
+        comparison = evaluator.compare(
+            problem,
+            choices,
+            duel=duel,
+            report=lambda s, done, total, text: report(s, done, total, best + text),
         )
-        imported = load_results(work)
-        for trial in imported.trials[str(problem)]:
-            number = numbers.pop(str(cls.from_dict(trial.config)), None)
+        for trial in comparison.trials:
+            number = open_trials.pop(cls.from_dict(trial.config), None)
             if number is None:
                 study.add([trial])
             else:
                 study.finish(number, trial)
     finally:
-        for number in numbers.values():
+        for number in open_trials.values():
             study.abandon(number)
-    shutil.rmtree(work)
-    return imported
+    return comparison
 
 
-def _last_duel(
-    work: Path,
-    problem: AttentionProblem,
-    request: Request,
-    study: Study,
-    times: dict[KernelConfig, float],
-    settings: Settings,
-    backend: str,
-    report: Report,
-) -> Found:
-    """The study's fastest configs against the default and the table's entry; the winner goes to the table."""
+def _finalists(problem: AttentionProblem, request: Request, times: dict[KernelConfig, float]) -> list[Choice]:
+    """The default, the study's fastest others, and the table's entry if it is another one."""
     base = default_config(problem, request.gpu.arch)
-    ordered = sorted((c for c in times if c != base), key=lambda c: times[c])[:FINALISTS]
+    configs = [base] if base in times else []
+    configs += sorted((c for c in times if c != base), key=lambda c: times[c])[:FINALISTS]
     present = request.table.lookup(problem, request.gpu)
-    if present is not None and present.exact:
-        ordered.append(present.entry.kernel_config())
-    finalists = list(dict.fromkeys([base, *ordered] if base in times else ordered))
-    choices = [
+    if present is not None and present.exact and present.entry.kernel_config() in times:
+        configs.append(present.entry.kernel_config())
+    return [
         Choice(c, "default" if c == base else "duel", predicted_time(problem, c, request.gpu))
-        for c in finalists
+        for c in dict.fromkeys(configs)
     ]
-    built, _ = build(problem, request.gpu, choices, study=study.name)
-    make_manifest(work, request.gpu, {problem: built}, settings)
-    imported = _finish_batch(work, problem, study, backend, report)
-    outcomes = dict(Counter(t.outcome.value for t in study.trials() if t.phase != "duel"))
-    entry = measured_entry(
-        problem,
-        request.gpu,
-        imported.comparison[str(problem)],
-        imported.defaults[str(problem)],
-        imported.trials[str(problem)],
-        {c.name: c.config for c in imported.manifest.candidates},
-        tried=len(times),
-        study=study.name,
-    )
-    if entry is None:
-        raise SearchError(f"no finalist of {problem} passed its checks again; see {study.record_path}")
-    return Found(problem, entry, request.table.put(entry, replace=True), outcomes)

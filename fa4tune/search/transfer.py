@@ -16,6 +16,7 @@ import msgspec
 
 from fa4tune.errors import SearchError
 from fa4tune.hardware.gpu import Gpu
+from fa4tune.kernels.config import CONFIGS, KernelConfig
 from fa4tune.kernels.toolchain import cache_dir
 from fa4tune.outcome import Outcome
 from fa4tune.problem import AttentionProblem
@@ -219,17 +220,24 @@ def add_wheel(target: Path, python: str, note: Callable[[str], None]) -> str | N
 
 
 @dataclass(frozen=True, slots=True)
-class Imported:
-    """Results of one bundle: its manifest, trials by problem, and paired samples of the last comparison.
+class Comparison:
+    """What measuring some configs of one problem gave.
 
-    ``defaults`` has the candidate of each problem that is the default config, if it could be built.
-    ``comparison`` has by problem {candidate: samples in us}, of the duel or, without one, of the rounds.
+    Args:
+        trials: a record of each outcome; a config that reached the duel has two.
+        paired: samples in microseconds by config, position by position of the same rounds, of the last stage.
     """
 
+    trials: list[Trial]
+    paired: dict[KernelConfig, list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """Results of one bundle: its manifest, and what came out for each problem."""
+
     manifest: Manifest
-    trials: dict[str, list[Trial]]
-    comparison: dict[str, dict[int, list[float]]]
-    defaults: dict[str, int | None]
+    results: dict[str, Comparison]
 
 
 def load_results(directory: Path) -> Imported:
@@ -246,19 +254,16 @@ def load_results(directory: Path) -> Imported:
             f"{directory} holds no {RESULTS}; run measure.py first, or give its --out directory"
         )
     lines = list(read_lines(path, manifest.identity))
-    trials: dict[str, list[Trial]] = {}
-    comparison: dict[str, dict[int, list[float]]] = {}
-    for problem in manifest.problems:
-        own = [line for line in lines if line["problem"] == problem]
-        trials[problem], comparison[problem] = _trials(manifest, problem, own)
-    firsts = {problem: manifest.of(problem)[0] for problem in manifest.problems}
-    defaults = {problem: c.name if c.phase == "default" else None for problem, c in firsts.items()}
-    return Imported(manifest, trials, comparison, defaults)
+    results = {
+        problem: _compared(manifest, problem, [line for line in lines if line["problem"] == problem])
+        for problem in manifest.problems
+    }
+    return Imported(manifest, results)
 
 
-def _trials(
-    manifest: Manifest, problem: str, lines: Sequence[dict[str, Any]]
-) -> tuple[list[Trial], dict[int, list[float]]]:
+def _compared(manifest: Manifest, problem: str, lines: Sequence[dict[str, Any]]) -> Comparison:
+    """Trials and the paired samples of the duel or, without one, of the rounds or the default alone."""
+    cls = CONFIGS[manifest.arch]
     checks = {line["candidate"]: line for line in lines if line["kind"] == "check"}
     timings = {line["phase"]: line for line in lines if line["kind"] == "timing"}
     candidates = {c.name: c for c in manifest.of(problem)}
@@ -267,18 +272,18 @@ def _trials(
         for name, line in checks.items()
         if line["outcome"] != "ok"
     ]
-    comparison: dict[int, list[float]] = {}
+    paired: dict[KernelConfig, list[float]] = {}
     shown = [phase for phase in ("rounds", "duel") if phase in timings] or ["default"]
     for phase in shown:
         timing = timings.get(phase)
         if timing is None:
             continue
-        comparison = {}
+        paired = {}
         for index, name in enumerate(timing["candidates"]):
             if checks[name]["outcome"] != "ok":
                 continue
             samples = [row[index] for row in timing["rounds"]]
-            comparison[name] = samples
+            paired[cls.from_dict(candidates[name].config)] = samples
             trials.append(
                 _trial(
                     manifest,
@@ -290,7 +295,7 @@ def _trials(
                     phase="duel" if phase == "duel" else candidates[name].phase,
                 )
             )
-    return trials, comparison
+    return Comparison(trials, paired)
 
 
 def _trial(

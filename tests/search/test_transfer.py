@@ -148,10 +148,10 @@ def test_cut_off_run_still_gives_the_floor(tmp_path: Path) -> None:
     floor = [line for line in lines if line.get("phase") == "default" or line.get("candidate") == 0]
     path.write_text("".join(json.dumps(line) + "\n" for line in floor))
     imported = load_results(tmp_path / "out")
-    (trial,) = imported.trials[str(PROBLEM)]
+    (trial,) = imported.results[str(PROBLEM)].trials
     assert trial.config == manifest.candidates[0].config
     assert trial.outcome is Outcome.MEASURED
-    assert list(imported.comparison[str(PROBLEM)]) == [0]
+    assert list(imported.results[str(PROBLEM)].paired) == [default_config(PROBLEM, GPU.arch)]
 
 
 def test_nothing_that_passes_is_reported_and_writes_no_entry(tmp_path: Path) -> None:
