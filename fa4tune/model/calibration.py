@@ -28,6 +28,8 @@ measurement is taken to be wrong."""
 FIXED_POINT = 0.6411857
 """Where 2^-x = x: what iterated exponentials approach."""
 
+_MAXIMA = ("FMNMX", "VIMNMX")
+
 SECTION_KEYS = (64, 128, 176)
 """Keys of the softmax sections measured."""
 
@@ -41,7 +43,8 @@ class Measurements:
         probes: by name: ``cycles`` and ``us`` of an iteration, ``rate`` in ``unit`` a clock and CTA.
         launches: by name: microseconds of a launch without work.
         loads: by name: clock and power under a load.
-        kernels: by name: ``loop`` (opcodes of an iteration), ``spill_bytes``.
+        kernels: by name: ``loop`` (opcodes of an iteration), ``skipped`` (those that a branch jumps over),
+            ``spill_bytes``.
         failed: what could not be measured, with the reason.
     """
 
@@ -100,10 +103,16 @@ class Measurements:
 
     def loop(self, kernel: str, *opcodes: str) -> int:
         """Machine instructions of a warp in an iteration: all, or those that begin with ``opcodes``."""
-        loop: Mapping[str, int] = self.kernels.get(kernel, {}).get("loop", {})
+        found = self.kernels.get(kernel, {})
+        loop: Mapping[str, int] = found.get("loop", {})
         if not loop:
             raise _Missing(f"the instructions of {kernel} are not known")
-        return sum(count for opcode, count in loop.items() if not opcodes or opcode.startswith(opcodes))
+        skipped: Mapping[str, int] = found.get("skipped", {})
+        return sum(
+            count - skipped.get(opcode, 0)
+            for opcode, count in loop.items()
+            if not opcodes or opcode.startswith(opcodes)
+        )
 
 
 class _Missing(Exception):  # noqa: N818 - a signal within this file
@@ -284,11 +293,15 @@ def _fma(m: Measurements, base: Gpu) -> tuple[float, str]:
 
 
 def _alu(m: Measurements, base: Gpu) -> tuple[float, str]:
-    convert = m.rate("convert.throughput")
-    return (
-        m.rate("max.throughput"),
-        f"min and max in 8 chains of 16 warps; conversions of a pair to bf16: {convert:.3g}",
+    others = ", ".join(
+        f"{label} {m.rate(name):.3g}"
+        for label, name in (
+            ("of three operands", "max3.throughput"),
+            ("conversions of a pair to bf16", "convert.throughput"),
+        )
+        if name in m.probes
     )
+    return m.rate("max.throughput"), f"min and max in 8 chains of 16 warps; {others}"
 
 
 def _issue(m: Measurements, base: Gpu) -> tuple[float, str]:
@@ -318,7 +331,12 @@ def _exp_overlap(m: Measurements, base: Gpu) -> tuple[float, str]:
     rest = m.cycles(f"section.n{high}.arithmetic.wg1") - m.cycles(f"section.n{low}.arithmetic.wg1")
     count = m.loop(f"section.n{high}.full", "MUFU.EX2") - m.loop(f"section.n{low}.full", "MUFU.EX2")
     exponentials = count * WARP / (m.rate("ex2.throughput") / SCHEDULERS)
-    hidden = (rest + exponentials - full) / min(rest, exponentials)
+    # maxima come before the exponentials, so that nothing of theirs can hide
+    slots, maxima = (
+        m.loop(f"section.n{high}.arithmetic", *only) - m.loop(f"section.n{low}.arithmetic", *only)
+        for only in ((), _MAXIMA)
+    )
+    hidden = (rest + exponentials - full) / min(rest * (1.0 - maxima / slots), exponentials)
     return (
         min(1.0, max(0.0, hidden)),
         f"of {high - low} more keys of one warpgroup's softmax, exponentials alone take {exponentials:.0f} "

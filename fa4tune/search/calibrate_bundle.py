@@ -86,6 +86,7 @@ def export(
             "file": file,
             "symbol": SYMBOL,
             "loop": built.loop,
+            "skipped": built.skipped,
             "registers": built.registers,
             "spill_bytes": built.spill_bytes,
         }

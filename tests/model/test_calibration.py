@@ -52,13 +52,17 @@ TRUE = replace(
 INSTRUCTIONS_A_KEY = 2.0
 """Of a warp's softmax section, beside one half exponential."""
 
+MAXIMA_A_KEY = 0.25
+"""Those of them that find the rows' maxima."""
+
 
 def _section_cycles(keys: int, exponentials: bool) -> float:
     rest = keys * INSTRUCTIONS_A_KEY / TRUE.warp_issue_per_clk
     if not exponentials:
         return TRUE.arithmetic_latency_clk + rest
     units = keys / 2 * 32 / (TRUE.exp_per_clk / 4)
-    return TRUE.arithmetic_latency_clk + rest + units - TRUE.exp_overlap * min(rest, units)
+    beside = rest * (1 - MAXIMA_A_KEY / INSTRUCTIONS_A_KEY)
+    return TRUE.arithmetic_latency_clk + rest + units - TRUE.exp_overlap * min(beside, units)
 
 
 def _matmul_cycles(name: str) -> float:
@@ -72,7 +76,7 @@ def _matmul_cycles(name: str) -> float:
 def _cycles(name: str, work: float) -> float:
     """Cycles of an iteration of a probe on the true machine."""
     family, _, rest = name.partition(".")
-    if family in ("ex2", "fma", "max", "convert", "shuffle", "polynomial", "fma_max"):
+    if family in ("ex2", "fma", "max", "max3", "convert", "shuffle", "polynomial", "fma_max"):
         rate = {"ex2": TRUE.exp_per_clk, "fma": TRUE.fma_per_clk, "max": TRUE.alu_per_clk}.get(family, 40.0)
         if family == "fma_max":
             return 259 * 16 / TRUE.issue_per_clk
@@ -114,9 +118,14 @@ def _kernels() -> dict[str, dict[str, Any]]:
         f"arithmetic.{operation}.8": {"loop": {"FFMA": 256, "IADD3": 3}} for operation in ("fma", "fma_max")
     }
     for keys in (64, 128, 176):
-        rest = int(keys * INSTRUCTIONS_A_KEY)
-        kernels[f"section.n{keys}.arithmetic"] = {"loop": {"FFMA": rest}}
-        kernels[f"section.n{keys}.full"] = {"loop": {"FFMA": rest, "MUFU.EX2": keys // 2}}
+        maxima = int(keys * MAXIMA_A_KEY)
+        rest = {"FFMA": int(keys * INSTRUCTIONS_A_KEY) - maxima, "VIMNMX3": maxima, "FMNMX": 40}
+        skipped = {"FMNMX": 40}
+        kernels[f"section.n{keys}.arithmetic"] = {"loop": rest, "skipped": skipped}
+        kernels[f"section.n{keys}.full"] = {
+            "loop": {**rest, "MUFU.EX2": keys // 2},
+            "skipped": skipped,
+        }
     return kernels
 
 

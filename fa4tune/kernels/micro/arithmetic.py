@@ -16,7 +16,7 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 from fa4tune.kernels.exp2_device import exp2_emulated, fma
 from fa4tune.kernels.micro.base import MicroKernel, Walk, clock, pure, source_value
 
-OPERATIONS = ("ex2", "fma", "max", "convert", "shuffle", "fma_max", "polynomial")
+OPERATIONS = ("ex2", "fma", "max", "max3", "convert", "shuffle", "fma_max", "polynomial")
 """What a chain can be made of; ``fma_max`` alternates the two pipes that they use."""
 
 LOOP_INSTRUCTIONS = 256
@@ -60,6 +60,18 @@ def clamp_step(x: Float32, bound: Float32, upper: bool, *, loc=None, ip=None) ->
     return Float32(pure(T.f32(), operands, text, "=f,f,f", loc, ip))
 
 
+@dsl_user_op
+def clamp_step_3(x: Float32, y: Float32, z: Float32, upper: bool, *, loc=None, ip=None) -> Float32:
+    """The smallest (``upper``) or largest of three values by their bits, one instruction on Hopper."""
+    operands = [Float32(v).ir_value(loc=loc, ip=ip) for v in (x, y, z)]
+    kind = "min" if upper else "max"
+    text = (
+        "{ .reg .b32 x; .reg .b32 y; .reg .b32 z; mov.b32 x, $1; mov.b32 y, $2; mov.b32 z, $3; "
+        f"{kind}.s32 x, x, y; {kind}.s32 x, x, z; mov.b32 $0, x; }}"
+    )
+    return Float32(pure(T.f32(), operands, text, "=f,f,f,f", loc, ip))
+
+
 def apply(operation: str, values: list[Float32], index: int, step: int, a: Float32, b: Float32) -> Float32:
     """The next value of chain ``index``; ``a`` and ``b`` are any two values."""
     x = values[index]
@@ -67,6 +79,8 @@ def apply(operation: str, values: list[Float32], index: int, step: int, a: Float
         return exp2_negative(x)
     if operation == "max" or (operation == "fma_max" and index % 2):
         return clamp_step(x, (a, b)[step % 2], step % 2 == 0)
+    if operation == "max3":
+        return clamp_step_3(x, values[(index + 1) % len(values)], (a, b)[step % 2], step % 2 == 0)
     if operation in ("fma", "fma_max"):
         return fma(x, a, b)
     if operation == "convert":

@@ -8,7 +8,7 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -42,7 +42,8 @@ class BuiltKernel:
     Args:
         name: of its specification.
         library: shared library that runs without the compiler.
-        loop: machine instructions of one iteration of the measured loop, by opcode.
+        loop: machine instructions of the measured loop, by opcode.
+        skipped: those of them that a branch within the loop may jump over.
         registers: a thread.
         spill_bytes: must be 0 for the numbers to mean anything.
     """
@@ -50,17 +51,21 @@ class BuiltKernel:
     name: str
     library: Path
     loop: dict[str, int]
+    skipped: dict[str, int]
     registers: int
     spill_bytes: int
 
     @property
     def slots(self) -> int:
-        """Issue slots of a warp in one iteration."""
-        return sum(self.loop.values())
+        """Issue slots of a warp in one iteration that takes every branch."""
+        return sum(self.loop.values()) - sum(self.skipped.values())
 
 
-def measured_loop(cubin: bytes) -> dict[str, int]:
-    """Opcodes of the longest loop between the first and the last reading of the clock.
+def measured_loop(cubin: bytes) -> tuple[dict[str, int], dict[str, int]]:
+    """The longest loop between the first and the last reading of the clock.
+
+    Returns:
+        its instructions by opcode, and the part of them that lies between a branch and its later target.
 
     Raises:
         CompileError: the clock is not read twice, or there is no loop between.
@@ -75,17 +80,23 @@ def measured_loop(cubin: bytes) -> dict[str, int]:
     readings = [i for i, (_, operands) in enumerate(code) if _CLOCK in operands]
     if len(readings) < 2:
         raise CompileError(f"the kernel reads the clock {len(readings)} times; a measured loop needs two")
-    loops = []
+    jumps = []
     for index in range(readings[0], readings[-1]):
         opcode, operands = code[index]
         target = re.search(r"\.L_x_\d+", operands) if opcode.startswith("BRA") else None
-        start = labels.get(target[0], index + 1) if target else index + 1
-        if readings[0] < start <= index:
-            loops.append((index + 1 - start, start))
+        if target and target[0] in labels:
+            jumps.append((index, labels[target[0]]))
+    loops = [(index + 1 - start, start) for index, start in jumps if readings[0] < start <= index]
     if not loops:
         raise CompileError("there is no loop between the two readings of the clock")
     length, start = max(loops)
-    return dict(Counter(opcode for opcode, _ in code[start : start + length] if opcode != "NOP"))
+    inside = range(start, start + length)
+    jumped = {i for index, end in jumps if index in inside and end in inside for i in range(index + 1, end)}
+    return _count(code, inside), _count(code, sorted(jumped))
+
+
+def _count(code: list[tuple[str, str]], indexes: Iterable[int]) -> dict[str, int]:
+    return dict(Counter(code[i][0] for i in indexes if code[i][0] != "NOP"))
 
 
 def compile_kernel(spec: KernelSpec, arch: str, folder: Path) -> BuiltKernel:
@@ -119,7 +130,7 @@ def compile_kernel(spec: KernelSpec, arch: str, folder: Path) -> BuiltKernel:
     return BuiltKernel(
         spec.name,
         library,
-        measured_loop(cubin),
+        *measured_loop(cubin),
         max(u.registers for u in usage),
         sum(u.spill_bytes for u in usage),
     )

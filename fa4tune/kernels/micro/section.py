@@ -17,9 +17,18 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from fa4tune.kernels import softmax
-from fa4tune.kernels.exp2_device import fma, pack_pair
+from fa4tune.kernels.exp2_device import fma, max3_as_integers, pack_pair
 from fa4tune.kernels.micro.base import MicroKernel, Walk, clock, source_value
 from fa4tune.kernels.micro.wgmma import MOST_WARPGROUPS, WARPGROUP, fill, make_mma, multiply, smem_layout
+
+
+def largest(scores: cute.Tensor, row: tuple[int, ...], init: Float32) -> Float32:
+    """Largest of ``init`` and the positive registers ``row`` of ``scores``, in two chains."""
+    heads = [init, scores[row[0]]]
+    for pair in range(len(row) // 2 - 1):
+        a, b = scores[row[2 * pair + 1]], scores[row[2 * pair + 2]]
+        heads[pair % 2] = max3_as_integers(heads[pair % 2], a, b)
+    return max3_as_integers(*heads, scores[row[-1]])
 
 
 class Section(MicroKernel):
@@ -134,9 +143,13 @@ class Section(MicroKernel):
     ) -> Any:
         """Scores to P; returns the factors of the rows' earlier sums."""
         factors, minus = [], []
+        if const_expr(self.head_dim > 0):
+            maxima = softmax.row_maxima(scores, self.rows, row_max)
+        else:
+            # positive scores need no second way, whose instructions would be counted though never taken
+            maxima = [largest(scores, self.rows[r], row_max[r]) for r in range(2)]
         for r in cutlass.range_constexpr(2):
-            tile_max = softmax.maximum_of(scores, self.rows[r], row_max[r])
-            tile_max = cute.arch.warp_reduction_max(tile_max, threads_in_group=4)
+            tile_max = cute.arch.warp_reduction_max(maxima[r], threads_in_group=4)
             row_max[r], minus_max, factor = softmax.advance_row_max(row_max[r], tile_max, scale, 0.0, False)
             row_sum[r] = row_sum[r] * factor
             factors.append(factor)
@@ -147,7 +160,8 @@ class Section(MicroKernel):
             if const_expr(self.exponentials):
                 value = softmax.exponentiate(scores, i, scale, minus[r], False, 3)
             else:
-                value = fma(scores[i], scale, minus[r])
+                # positive, as exponentials are: negative maxima take a longer way
+                value = fma(scores[i], scale, -minus[r])
                 scores[i] = value
             sums[r] = sums[r] + value
             if const_expr(i % 2 == 1):

@@ -104,6 +104,7 @@ def _arithmetic() -> tuple[list[KernelSpec], list[Probe]]:
         "ex2": (1, 8),
         "fma": (1, 8),
         "max": (1, 8),
+        "max3": (8,),
         "convert": (2, 8),
         "shuffle": (1, 8),
         "polynomial": (1, 8),
