@@ -456,7 +456,9 @@ def _along(
         else:
             row[2] += duration.section * weight
             row[3] += duration.tmem * weight
-            fixed += duration.other * weight + duration.latency
+            fixed += (duration.other + duration.latency) * weight
+            if weight < 1.0:
+                fixed += gpu.arithmetic_latency_clk
     return sums, fixed
 
 
@@ -496,7 +498,7 @@ def _values(
 ) -> list[float]:
     """Full, remote, service and issue cycles of every operation under ``stretch``."""
     full, remote, service, issue = [], [], [], []
-    barrier = gpu.barrier_latency_clk
+    barrier, vote = gpu.barrier_latency_clk, gpu.arithmetic_latency_clk
     for duration, weight, group in zip(durations, weights, shape.group_of, strict=True):
         factors = stretch[group]
         if duration.asynchronous:
@@ -504,10 +506,15 @@ def _values(
             whole = (hold + duration.latency) * weight
             hold *= weight
         else:
-            # going around it takes a vote and a branch, which drain the pipeline too: the whole latency
-            hold = whole = (duration.latency if weight else 0.0) + weight * (
-                duration.section * factors[SECTION] + duration.tmem * factors[TMEM] + duration.other
+            hold = whole = weight * (
+                duration.section * factors[SECTION]
+                + duration.tmem * factors[TMEM]
+                + duration.other
+                + duration.latency
             )
+            if 0.0 < weight < 1.0:
+                # to go through it or around takes a vote and a branch, which drain the pipeline
+                hold = whole = whole + vote
         full.append(whole)
         remote.append(whole + barrier)
         service.append(hold)

@@ -133,7 +133,8 @@ def _duration(operation: Operation, warps: int, gpu: Gpu) -> Duration:
     exponentials = exp / part
     arithmetic = max(max(0.0, work.issue - work.exp / 32) / pace, fma / part, alu / part)
     longer, shorter = max(exponentials, arithmetic), min(exponentials, arithmetic)
-    latency = gpu.arithmetic_latency_clk if work.exp or work.fma or work.alu else 0.0
+    # element by element work leaves no dependent tail that its neighbours could not fill
+    latency = gpu.arithmetic_latency_clk if chained else 0.0
     if work.tmem_load_bytes:
         latency += gpu.tmem_latency_clk
     return Duration(

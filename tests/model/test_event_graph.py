@@ -61,7 +61,10 @@ def test_ratio_is_the_largest_over_all_cycles(graph: Graph) -> None:
 def test_ratio_is_the_period_of_the_simulated_graph(graph: Graph) -> None:
     arcs, weights = graph
     ratio = maximum_cycle_ratio(arcs, weights).ratio
-    first, last = 60, 60 + 840  # 840 is a multiple of every distance that a cycle of 7 nodes can have, or close
+    first, last = (
+        60,
+        60 + 840,
+    )  # 840 is a multiple of every distance that a cycle of 7 nodes can have, or close
     starts = simulate(arcs, weights, last + 1)
     growth = max((b - a) / (last - first) for a, b in zip(starts[first], starts[last], strict=True))
     assert growth == pytest.approx(ratio, rel=0.01, abs=0.5)

@@ -88,7 +88,9 @@ def test_longest_first_balances_better_than_row_order() -> None:
 
 def test_workers_count_ctas_an_sm_and_pairs() -> None:
     assert workers(plan_of("b1_hq1_hk1_sq64_sk64_d64_dv64_bf16_full_fwd"), 132) == 132
-    plan = plan_of("b1_hq1_hk1_sq64_sk64_d64_dv64_bf16_full_fwd", tile_m=64, ctas_per_sm=2, tile_n=64)
+    plan = plan_of(
+        "b1_hq1_hk1_sq64_sk64_d64_dv64_bf16_full_fwd", tile_m=64, ctas_per_sm=2, tile_n=64, ping_pong=False
+    )
     assert workers(plan, 132) == 264
 
 
