@@ -122,3 +122,18 @@ def test_back_end_gap_is_an_error_with_line_and_text() -> None:
 def test_version_7_is_refused() -> None:
     with pytest.raises(PtxError, match=r"7\.8"):
         parse(".version 7.8\n.target sm_90a\n.address_size 64\n")
+
+
+def test_line_information_reaches_instructions_and_findings() -> None:
+    ptx = kernel(
+        ".loc 1 23 4\nmov.b64 %d0, 64;\n.loc\t1 24 9, function_name $L__info, inlined_at 1 7 3\nld.global.b32 %r1, [%d0];",
+        0,
+    )
+    ptx = ptx.replace(".address_size 64\n", '.address_size 64\n.file\t1 "/src/kernel.py"\n', 1)
+    ptx += ".section .debug_str\n{\n$L__info:\n.b8 95, 90, 0\n}\n"
+    module = parse(ptx)
+    assert module.files == {1: "/src/kernel.py"}
+    finding = run(ptx, launch_of([])).errors[0]
+    assert finding.kind == "out-of-bounds"
+    assert finding.source == "/src/kernel.py:24"
+    assert finding.line == line_of(ptx, "ld.global")
