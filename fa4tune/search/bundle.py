@@ -48,7 +48,7 @@ class Settings:
 
     Args:
         rounds: turns of every candidate, interleaved.
-        duel_rounds: turns of the finalists.
+        duel_rounds: turns of the finalists; 0 is no duel.
         duel_finalists: challengers of the default in the duel.
         graph_below_us: kernels faster than this are timed in replays of a CUDA graph.
         check_seconds, prepare_seconds: the watchdog's patience with a candidate, and with the inputs and

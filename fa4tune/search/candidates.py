@@ -17,16 +17,14 @@ from fa4tune.problem import AttentionProblem
 from fa4tune.search.space import Ranked, diverse, plan_or_none
 from fa4tune.search.study import config_of, distributions_of, parameters_of
 
-SAMPLERS = ("tpe", "gp")
+SAMPLERS = {"tpe": 4, "gp": 1}
+"""Samplers, and how many proposals each makes for one that the model picks; a Gaussian process is slow."""
 
 MODEL_SHARE = 0.5
 """Part of the trials, after the default, that goes to the model's best; the sampler has the rest."""
 
 PSEUDO_TRIALS = 48
 """Predictions that the sampler is shown as if they were measurements, a third of them from the top."""
-
-POOL = 4
-"""Proposals that the sampler makes for each one that the model picks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +148,8 @@ def _propose(
                 optuna.trial.create_trial(params=parameters, distributions=own, value=float(value))
             )
     pool: dict[KernelConfig, float] = {}
-    for _ in range(40 * count):
-        if len(pool) == POOL * count:
+    for _ in range(10 * SAMPLERS[sampler] * count):
+        if len(pool) == SAMPLERS[sampler] * count:
             break
         trial = study.ask(fixed_distributions=distributions)
         try:

@@ -1,7 +1,7 @@
 """The search space: every config that a plan exists for, and choices among ranked ones.
 
-Knobs fall in two groups. The *structure* (tiles, stages, CTAs, warp roles, registers) decides what fits on an
-SM; the *softmax and order* knobs (:data:`SOFT_KNOBS`) are then free. A structure that does not fit with the
+Knobs fall in two groups. The *structure* (tiles, stages, CTAs, warp roles, registers, scheduler) decides what
+fits on an SM; the *softmax* knobs (:data:`SOFT_KNOBS`) are then free. A structure that does not fit with the
 plainest softmax fits with none, so only structures that do are crossed with the rest.
 """
 
@@ -19,7 +19,7 @@ from fa4tune.kernels.config import CONFIGS, KernelConfig, default_config
 from fa4tune.kernels.program import build_plan
 from fa4tune.problem import AttentionProblem
 
-SOFT_KNOBS = ("exp2_share", "exp2_degree", "exp2_start", "rescale_threshold", "p_split", "scheduler")
+SOFT_KNOBS = ("exp2_share", "exp2_degree", "exp2_start", "rescale_threshold", "p_split")
 """Knobs that do not decide whether a structure fits."""
 
 UNPREDICTED_KNOBS = ("registers",)
@@ -81,7 +81,7 @@ def make_config(cls: type[KernelConfig], values: Mapping[str, Any]) -> KernelCon
 
 
 def soft_values(cls: type[KernelConfig], base: KernelConfig) -> list[dict[str, Any]]:
-    """Every distinct setting of the softmax and order knobs; without emulation its others stand still."""
+    """Every distinct setting of the softmax knobs; without emulation its others stand still."""
     names = [n for n in SOFT_KNOBS if n in cls.knobs()]
     idle: dict[str, Any] = {
         n: cls.knobs()[n].default for n in ("exp2_degree", "exp2_start") if n in cls.knobs()
@@ -96,8 +96,8 @@ def soft_values(cls: type[KernelConfig], base: KernelConfig) -> list[dict[str, A
 
 
 def structure_of(config: KernelConfig) -> tuple[Any, ...]:
-    """What makes two configs alike to a person: tiles and overlap, without stages, registers and softmax."""
-    skipped = (*SOFT_KNOBS, *UNPREDICTED_KNOBS, RING_KNOB)
+    """What makes two configs alike to a person: tiles and overlap, not stages, registers, order, softmax."""
+    skipped = (*SOFT_KNOBS, *UNPREDICTED_KNOBS, RING_KNOB, "scheduler")
     return tuple(getattr(config, n) for n in config.knobs() if n not in skipped)
 
 
