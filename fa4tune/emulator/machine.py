@@ -55,6 +55,8 @@ SMEM_LIMIT = 232448  #: dynamic shared memory a CTA may have (227 KiB), Hopper a
 
 TIME_OUT_SHARE = 0.2  #: of unsuccessful try_waits that end at once in late mode
 
+BACKENDS = ("auto", "native", "plain")
+
 Progress = Callable[[int, int], None]
 
 
@@ -106,7 +108,11 @@ class Cta:
         self.register_pool = 0
         self.register_waiters: list[Warp] = []
         self.warps: list[Warp] = []
-        self.warps = [Warp(self, i) for i in range(-(-threads // 32))]
+        self.warps = [self.new_warp(i) for i in range(-(-threads // 32))]
+
+    def new_warp(self, index: int) -> Warp:
+        """A warp of this CTA."""
+        return Warp(self, index)
 
     def mbarrier(self, offset: int) -> MBarrier:
         """The mbarrier at a shared offset; a fault where none was initialised."""
@@ -132,10 +138,14 @@ class Cluster:
         self.ctas: list[Cta] = []
         for rank in range(self.size):
             position = (first[0] + rank % cx, first[1] + rank // cx % cy, first[2] + rank // (cx * cy))
-            self.ctas.append(Cta(self, rank, position))
+            self.ctas.append(self.new_cta(rank, position))
         self.warps = [w for c in self.ctas for w in c.warps]
         self.barrier.expected = sum(w.threads for w in self.warps)
         self.ready.extend(self.warps)
+
+    def new_cta(self, rank: int, position: tuple[int, int, int]) -> Cta:
+        """A CTA of this cluster."""
+        return Cta(self, rank, position)
 
     def gives_up(self) -> bool:
         """Whether a try_wait returns false although it could wait: now and then in late mode, else never."""
@@ -197,6 +207,14 @@ class Machine:
                 f"block {launch.block} differs from .reqntid "
                 f"{self.entry.required_threads} of {self.entry.name}"
             )
+
+    def new_cluster(self, first: tuple[int, int, int]) -> Cluster:
+        """The cluster whose first CTA has this position, about to run."""
+        return Cluster(self, first)
+
+    def run_cluster(self, cluster: Cluster) -> bool:
+        """Run a cluster to its end; False if an error stopped it."""
+        return run_cluster(cluster)
 
     def _parameter_block(self) -> bytes:
         given, wanted = self.launch.parameters, self.entry.parameters
@@ -333,6 +351,19 @@ def load(ptx: str, entry: str) -> tuple[Module, Compiler]:
     return found
 
 
+def _machine(backend: str, module: Module, compiler: Compiler, launch: Launch, **options: Any) -> Machine:
+    """A machine over one of the back-ends."""
+    if backend not in BACKENDS:
+        raise EmulationError(f"there is no back-end {backend!r}; choose one of {', '.join(BACKENDS)}")
+    if backend != "plain":
+        from fa4tune.emulator.native import backend as native
+
+        found = native.machine(module, compiler, launch, required=backend == "native", **options)
+        if found is not None:
+            return found
+    return Machine(module, compiler, launch, **options)
+
+
 def run(
     ptx: str,
     launch: Launch,
@@ -341,6 +372,7 @@ def run(
     counters: bool = False,
     trace: bool = False,
     progress: Progress | None = None,
+    backend: str = "plain",
 ) -> Result:
     """Execute one kernel launch on the CPU. Buffers of the launch are read and written in place.
 
@@ -352,6 +384,8 @@ def run(
         counters: count instructions, bytes and matrix operations per warp.
         trace: record every arrival and every wait at every barrier.
         progress: called with (clusters done, clusters in all).
+        backend: ``native`` code through LLVM and a C compiler, the ``plain`` NumPy code, whose results are
+            the same bits, or ``auto``: native where it can be had.
 
     Returns:
         findings, counters and trace. A kernel that hangs or faults gives a finding, not an exception.
@@ -360,7 +394,7 @@ def run(
         EmulationError: PTX or a launch outside of the model.
     """
     module, compiler = load(ptx, launch.entry)
-    machine = Machine(module, compiler, launch, late=late, counters=counters, trace=trace)
+    machine = _machine(backend, module, compiler, launch, late=late, counters=counters, trace=trace)
     result = Result(findings=machine.findings, trace=machine.trace)
     shape = machine.cluster_shape
     gx, gy, gz = (g // c for g, c in zip(launch.grid, shape, strict=True))
@@ -373,8 +407,8 @@ def run(
                 number // gx % gy * shape[1],
                 number // (gx * gy) * shape[2],
             )
-            cluster = Cluster(machine, first)
-            finished = run_cluster(cluster)
+            cluster = machine.new_cluster(first)
+            finished = machine.run_cluster(cluster)
             if counters:
                 counted.extend(collect(machine, cluster.ctas))
             if not finished:

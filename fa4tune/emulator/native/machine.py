@@ -1,0 +1,344 @@
+"""The machine over native code: the plain machine's classes with their hot state in C structs."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import addressof, c_int32, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fa4tune.emulator import numpy_alu
+from fa4tune.emulator.asynchronous import AsyncUnits
+from fa4tune.emulator.codegen import RUNTIME
+from fa4tune.emulator.findings import FaultError
+from fa4tune.emulator.lanes import Array
+from fa4tune.emulator.machine import Cluster, Cta, Machine
+from fa4tune.emulator.native import layout, state
+from fa4tune.emulator.native.jit import NativeProgram
+from fa4tune.emulator.native.layout import BASE_SHIFT, FAULT, HOST, OK, SUSPEND
+from fa4tune.emulator.native.state import field
+from fa4tune.emulator.native.translate import Call
+from fa4tune.emulator.numpy_alu import KIND_DTYPE
+from fa4tune.emulator.scheduler import run_cluster
+from fa4tune.emulator.warp import BLOCKED, LOCAL_BYTES, READY, Warp
+
+_FULL = 0xFFFFFFFF
+_RUN = ctypes.CFUNCTYPE(c_int32, c_void_p)
+
+
+@dataclass(slots=True)
+class HostFunction:
+    """The plain back-end's function of one numbered call."""
+
+    call: Call
+    function: Callable[..., Any]
+    lanewise: bool  # takes arrays only, not the warp
+
+
+class NativeMachine(Machine):
+    """One launch being executed by native code."""
+
+    progress = field("progress")
+    stamp = field("stamp")
+
+    def __init__(self, native: NativeProgram, *args: Any, **options: Any) -> None:
+        self.native = native
+        self.struct = layout.MachineState()
+        super().__init__(*args, **options)
+        self.host_functions: dict[int, HostFunction] = {}
+        self.warps: dict[int, NativeWarp] = {}
+        self.error: BaseException | None = None
+        self.callback = HOST(self._host)
+        self._parameters = np.frombuffer(self.parameters or b"\0", np.uint8).copy()
+        self._regions = (layout.Region * max(len(self.memory.regions), 1))()
+        for target, region in zip(self._regions, self.memory.regions, strict=False):
+            target.address, target.nbytes = region.address, region.nbytes
+            target.bytes, target.writable = state.address_of(region.array), int(region.writable)
+        s = self.struct
+        s.parameters, s.parameter_bytes = state.address_of(self._parameters), len(self.parameters)
+        s.regions, s.region_count = addressof(self._regions), len(self.memory.regions)
+        s.late, s.observed = int(self.late is not None), int(self.trace is not None)
+        s.blocks = len(self.program.blocks)
+        s.operations = native.operations_address
+        self.parameters_address = state.address_of(self._parameters)
+        self.function = _RUN(native.address)
+
+    def new_cluster(self, first: tuple[int, int, int]) -> Cluster:
+        """The cluster whose first CTA has this position."""
+        return NativeCluster(self, first)
+
+    def run_cluster(self, cluster: Cluster) -> bool:
+        """Run a cluster to its end; False if an error stopped it."""
+        finished = run_cluster(cluster)
+        for warp in cluster.warps:
+            warp.settle()
+            self.steps += warp.steps
+        return finished
+
+    # -- what Python does
+
+    def _host(self, pointer: int, number: int, mask: int) -> int:
+        """Perform one operation with the plain back-end's function."""
+        warp = self.warps[pointer]
+        try:
+            return self._perform(warp, number, mask)
+        except BaseException as error:
+            if self.current[0] is None:
+                self.current = (self.native.translation.calls[number].operation.instruction, warp)
+            self.error = error
+            return FAULT
+
+    def _perform(self, warp: NativeWarp, number: int, mask: int) -> int:
+        host = self.host_functions.get(number)
+        if host is None:
+            host = self.host_functions[number] = _host_function(self.native.translation.calls[number])
+        call = host.call
+        sources = [
+            warp.value(at, kind).copy() for at, kind in zip(call.sources, call.src_kinds, strict=True)
+        ]
+        m = None if mask == _FULL else state.unpack_predicate(mask)
+        result = host.function(*sources) if host.lanewise else host.function(warp, m, *sources)
+        if result is None:
+            return SUSPEND if call.operation.suspends else OK
+        count = len(call.destinations)
+        for i, (at, kind) in enumerate(zip(call.destinations, call.dst_kinds, strict=True)):
+            warp.put(at, kind, result if count == 1 else result[i], m)
+        return OK
+
+    def raise_error(self) -> None:
+        """Raise what a call from native code raised."""
+        error, self.error = self.error, None
+        if error is None:
+            raise FaultError("unsupported", f"lanes part more than {layout.MAX_STACK} times")
+        raise error
+
+
+def _host_function(call: Call) -> HostFunction:
+    operation = call.operation
+    if operation.category == "alu":
+        return HostFunction(call, numpy_alu.resolve(operation), True)
+    return HostFunction(call, RUNTIME[operation.op](operation), False)
+
+
+class NativeCluster(Cluster):
+    """A cluster whose queue of runnable warps, and cluster barrier, lie in C structs."""
+
+    def __init__(self, machine: NativeMachine, first: tuple[int, int, int]) -> None:
+        self.struct = s = layout.ClusterState()
+        self.address = addressof(s)
+        super().__init__(machine, first)
+        self._ctas = (c_void_p * self.size)(*(c.address for c in self.ctas))
+        self._warps = (c_void_p * len(self.warps))(*(w.address for w in self.warps))
+        s.machine = addressof(machine.struct)
+        s.ctas = ctypes.cast(self._ctas, type(s.ctas))
+        s.warps = ctypes.cast(self._warps, type(s.warps))
+        s.host, s.run = machine.callback, machine.native.address
+        s.size, s.warp_count = self.size, len(self.warps)
+        machine.warps = {w.address: w for w in self.warps}
+        for number, warp in enumerate(self.warps):
+            warp.number = number
+        expected = self.barrier.expected
+        self.barrier = state.NativeClusterBarrier(self)
+        self.barrier.expected = expected
+        self.ready = state.ReadyQueue(self)
+        self.ready.extend(self.warps)
+
+    def new_cta(self, rank: int, position: tuple[int, int, int]) -> Cta:
+        """A CTA of this cluster."""
+        return NativeCta(self, rank, position)
+
+
+class NativeCta(Cta):
+    """A CTA whose barriers and warps lie in C structs."""
+
+    def __init__(self, cluster: NativeCluster, rank: int, position: tuple[int, int, int]) -> None:
+        self.struct = layout.CtaState()
+        self.address = addressof(self.struct)
+        super().__init__(cluster, rank, position)
+        s, nbytes = self.struct, self.machine.smem_bytes
+        self.tmem = state.NativeTensorMemory(self)
+        self.bar_index = np.zeros(nbytes // 8 + 1, np.uint16)
+        self._bars = np.zeros(layout.MAX_BARS * ctypes.sizeof(layout.MBarrierState), np.uint8)
+        self.bars = (layout.MBarrierState * layout.MAX_BARS).from_buffer(self._bars)
+        self.named_states = (layout.NamedBarrierState * 16)()
+        s.cluster = cluster.address
+        s.smem, s.stamps = state.address_of(self.smem.bytes), state.address_of(self.smem.stamps)
+        s.bar_index = self.bar_index.ctypes.data_as(type(s.bar_index))
+        s.bars = ctypes.cast(self.bars, type(s.bars))
+        s.named = ctypes.cast(self.named_states, type(s.named))
+        s.smem_bytes, s.rank, s.thread_count = nbytes, rank, self.thread_count
+        self.mbarriers = state.MBarriers(self)
+        self.named = state.NamedBarriers(self)
+
+    def new_warp(self, index: int) -> Warp:
+        """A warp of this CTA."""
+        return NativeWarp(self, index)
+
+
+class NativeWarp(Warp):
+    """A warp whose registers and control state lie in a C struct."""
+
+    pc = field("pc")
+    join = field("join")
+    number = field("number")
+    cluster_round = field("cluster_round")
+    steps = field("steps")
+
+    def __init__(self, cta: NativeCta, index: int) -> None:
+        self.struct = s = layout.WarpState()
+        self.address = addressof(s)
+        self.waiting_for: Any = None
+        super().__init__(cta, index)
+        native = self.machine.native
+        translation = native.translation
+        blocks = len(self.machine.program.blocks)
+        self._visits = np.zeros((blocks, 2), np.int64)
+        self.memory = state.aligned(translation.register_bytes)
+        self.memory[:] = native.poison
+        self.registers = state.RegisterFile(
+            self.memory, translation.register_offsets, self.machine.program.storage
+        )
+        self.special_memory = self._special_memory(translation)
+        self.bases = (self.memory, self.special_memory, native.constants)
+        s.registers, s.special, s.constants = (state.address_of(b) for b in self.bases)
+        s.cta, s.cluster = cta.address, self.cluster.address
+        s.operations, s.operands = native.operations_address, native.operands_address
+        s.visits = state.address_of(self._visits)
+        s.index, s.threads = index, self.threads
+
+    def _special_memory(self, translation: Any) -> Array:
+        memory = state.aligned(translation.special_bytes)
+        memory[:8].view(np.uint64)[0] = self.machine.parameters_address
+        for (name, offset, base), at in translation.specials.items():
+            if name.startswith("%"):
+                value = self.special[name]
+                if base == "p":
+                    memory[at : at + 4].view(np.uint32)[0] = state.pack_predicate(value.astype(bool))
+                    continue
+            else:
+                value = np.full(32, self.machine.symbol(name, self.cta) + offset, np.uint64)
+            dtype = KIND_DTYPE[base]
+            memory[at : at + 32 * dtype.itemsize].view(dtype)[...] = value.astype(dtype)
+        return memory
+
+    # -- operands
+
+    def value(self, location: int, kind: str) -> Array:
+        """The operand at a location: a view, or booleans of a predicate."""
+        memory, at = self.bases[location >> BASE_SHIFT], location & (1 << BASE_SHIFT) - 1
+        if kind == "p":
+            return state.unpack_predicate(int(memory[at : at + 4].view(np.uint32)[0]))
+        if kind == "x":
+            return memory[at : at + 256].view(np.float32).reshape(2, 32)
+        dtype = KIND_DTYPE[kind]
+        return memory[at : at + 32 * dtype.itemsize].view(dtype)
+
+    def put(self, location: int, kind: str, value: Array, m: Array | None) -> None:
+        """Write a result for the lanes of a mask."""
+        if kind == "p":
+            at = location & (1 << BASE_SHIFT) - 1
+            word = self.memory[at : at + 4].view(np.uint32)
+            old = state.unpack_predicate(int(word[0]))
+            word[0] = state.pack_predicate(value if m is None else np.where(m, value, old))
+            return
+        target = self.value(location, kind)
+        if value.dtype != target.dtype:
+            value = np.ascontiguousarray(value).view(target.dtype)
+        if m is None:
+            target[...] = value
+        else:
+            target[..., m] = value[..., m]
+
+    # -- state
+
+    state = field("state")
+
+    @property
+    def mask(self) -> Array | None:
+        """The active lanes; None for all 32."""
+        bits = self.struct.mask
+        return None if bits == _FULL else state.unpack_predicate(bits)
+
+    @mask.setter
+    def mask(self, lanes: Array | None) -> None:
+        self.struct.mask = _FULL if lanes is None else state.pack_predicate(lanes)
+        self.struct.lanes = self.struct.mask.bit_count()
+
+    @property
+    def alive(self) -> Array:
+        """The lanes that have not exited."""
+        return state.unpack_predicate(self.struct.alive)
+
+    @alive.setter
+    def alive(self, lanes: Array) -> None:
+        self.struct.alive = state.pack_predicate(lanes)
+
+    @property
+    def timed_out(self) -> bool:
+        """A wait that may fail fails."""
+        return bool(self.struct.timed_out)
+
+    @timed_out.setter
+    def timed_out(self, value: bool) -> None:
+        self.struct.timed_out = int(value)
+
+    @property
+    def token(self) -> int | None:
+        """The round of a named barrier at which this warp has arrived."""
+        found = self.struct.token
+        return None if found < 0 else int(found)
+
+    @token.setter
+    def token(self, value: int | None) -> None:
+        self.struct.token = -1 if value is None else value
+
+    @property
+    def waiting(self) -> Any:
+        """What a blocked warp waits for."""
+        kind, index = self.struct.wait_kind, self.struct.wait_index
+        if kind == layout.WAIT_MBARRIER:
+            return self.cluster.ctas[index >> 16].mbarriers.number(index & 0xFFFF)
+        if kind == layout.WAIT_NAMED:
+            return self.cta.named.get(index)
+        if kind == layout.WAIT_CLUSTER:
+            return self.cluster.barrier
+        return self.waiting_for
+
+    @waiting.setter
+    def waiting(self, on: Any) -> None:
+        self.struct.wait_kind = layout.WAIT_OTHER
+        self.waiting_for = on
+
+    def block(self, on: Any) -> None:
+        """Sleep until :meth:`wake`."""
+        self.struct.state = BLOCKED
+        self.waiting = on
+
+    def wake(self) -> None:
+        """Become runnable."""
+        if self.struct.state == BLOCKED:
+            self.struct.state = READY
+            self.cluster.ready.append(self)
+
+    def run(self, fuel: int) -> None:
+        """Run until blocked, done, or ``fuel`` blocks have been executed."""
+        self.struct.fuel = fuel
+        self.machine.function(self.address)
+        if self.struct.fault:
+            self.machine.raise_error()
+
+    def settle(self) -> None:
+        """Add what native code counted to the plain warp's counters."""
+        self.visits = {(i, True): v for i, v in enumerate(self._visits.tolist()) if v[0]}
+        for path, n in zip(layout.PATHS, self.struct.bytes, strict=True):
+            if n:
+                self.count_bytes(path, n)
+
+    def _local(self) -> Array:
+        if self.local is None:
+            self.local = np.full((32, LOCAL_BYTES), 0xFF, np.uint8)
+            self.struct.local = state.address_of(self.local)
+        return self.local
