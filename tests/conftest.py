@@ -33,4 +33,5 @@ def _has_gpu() -> bool:
 @pytest.fixture(autouse=True)
 def own_directories(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep tests out of the user's data: tables and studies go to a fresh directory."""
-    monkeypatch.setenv("FA4TUNE_DATA", str(tmp_path_factory.mktemp("data")))
+    monkeypatch.setenv("FA4TUNE_TABLE", str(tmp_path_factory.mktemp("table")))
+    monkeypatch.setenv("FA4TUNE_STUDIES", str(tmp_path_factory.mktemp("studies")))

@@ -65,7 +65,7 @@ def test_default_config_of_blackwell_is_that_of_flash_attention_4() -> None:
 
 def test_config_changes_the_prediction_and_refusals_name_numbers() -> None:
     base = _json(PROBLEM, "--gpu", "h200")
-    small = _json(PROBLEM, "--gpu", "h200", "--config", "tile_m=64,tile_n=64")
+    small = _json(PROBLEM, "--gpu", "h200", "--config", "tile_m=64,tile_n=64,ping_pong=false")
     assert small["predicted_us"] > base["predicted_us"]
     refused = _run("explain", PROBLEM, "--gpu", "h200", "--config", "tile_n=256,kv_stages=4")
     assert refused.returncode == 1
