@@ -287,13 +287,14 @@ def default_config(problem: AttentionProblem, arch: str) -> KernelConfig:
         raise ConfigError(f"no forward kernel exists for {arch!r}; use one of {', '.join(CONFIGS)}")
     causal = problem.mask_kind != "full"
     if arch == "sm_90a":
-        wide = problem.head_dim > 64 or problem.head_dim_v > 64
+        largest = max(problem.head_dim, problem.head_dim_v)
+        # dims over 128 leave no SMEM for an O of its own, which a persistent loop needs
         return SM90ForwardConfig(
-            tile_m=128 if wide else 192,
-            tile_n=128,
+            tile_m=128 if largest > 64 else 192,
+            tile_n=128 if largest <= 128 else 96 if problem.head_dim_v <= 128 else 80,
             kv_stages=2,
             ping_pong=True,
-            scheduler="lpt" if causal else "persistent",
+            scheduler="lpt" if causal else "persistent" if largest <= 128 else "single",
         )
     return _default_sm100(problem, causal, doubled_exp=arch == "sm_103a")
 

@@ -20,7 +20,8 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
-from cutlass.utils import LayoutEnum, SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import SmemAllocator
 
 from fa4tune.hardware.gpu import ARCHITECTURES, load_gpu
 from fa4tune.kernels import softmax
