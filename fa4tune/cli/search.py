@@ -94,6 +94,7 @@ def search(
             seed=seed,
             asked=tuple(try_ or ()),
             ablate=ablate,
+            note=note,
         )
 
     if import_ is not None:
@@ -112,7 +113,6 @@ def search(
                 export,
                 python=python,
                 settings=settings,
-                note=note,
                 report=report,
             )
             _show_export(written, json)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fa4tune.errors import SearchError
+from fa4tune.errors import InfeasibleError, SearchError
 from fa4tune.hardware.gpu import Gpu, gpu_names, load_gpu
 from fa4tune.kernels.config import CONFIGS, KernelConfig, default_config
+from fa4tune.kernels.program import build_plan
 from fa4tune.outcome import Outcome
 from fa4tune.problem import AttentionProblem
 from fa4tune.record import Trial
@@ -69,6 +70,7 @@ class Request:
         sampler, seed: of the sampler's share of the trials.
         asked: texts of further configs to measure, as ``--config`` takes them.
         ablate: also measure every config that differs from the default in one knob.
+        note: told of asked configs that a problem cannot run.
     """
 
     gpu: Gpu
@@ -80,6 +82,7 @@ class Request:
     seed: int = 0
     asked: tuple[str, ...] = ()
     ablate: bool = False
+    note: Callable[[str], None] = lambda text: None
 
     def study(self, problem: AttentionProblem) -> Study:
         """The study of one problem."""
@@ -104,7 +107,15 @@ def search_predicted(problem: AttentionProblem, request: Request, report: Report
 def _asked(problem: AttentionProblem, request: Request) -> list[tuple[KernelConfig, str]]:
     """Configs that the request names itself, each with its phase."""
     base = default_config(problem, request.gpu.arch)
-    asked = [(base.with_text(text), "asked") for text in request.asked]
+    asked = []
+    for text in request.asked:
+        config = base.with_text(text)
+        try:
+            build_plan(problem, config, request.gpu)
+        except InfeasibleError as error:
+            request.note(f"left out: {error}")
+        else:
+            asked.append((config, "asked"))
     if request.ablate:
         asked += [(config, "ablation") for config in ablations(problem, request.gpu, base)]
     return asked
@@ -174,7 +185,6 @@ def export_bundle(
     *,
     python: str = "3.12",
     settings: Settings | None = None,
-    note: Callable[[str], None] = lambda text: None,
     report: Report = silent,
 ) -> Exported:
     """Choose, compile and write a bundle for a host that measures.
@@ -188,11 +198,11 @@ def export_bundle(
         missing = max(1, request.trials - len(study.tried()))
         built[problem], failed = pick(problem, request, study, missing, report)
         for trial in failed:
-            note(f"{problem}: {trial.outcome}: {trial.reason}")
+            request.note(f"{problem}: {trial.outcome}: {trial.reason}")
         if not built[problem]:
             reason = failed[0].reason if failed else "nothing was chosen"
             raise SearchError(f"no config of {problem} could be compiled; the first reason: {reason}")
-    return export(directory, request.gpu, built, python=python, settings=settings, note=note)
+    return export(directory, request.gpu, built, python=python, settings=settings, note=request.note)
 
 
 def import_results(

@@ -16,7 +16,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import platformdirs
 from filelock import FileLock
 
 from fa4tune.errors import SearchError
@@ -26,6 +25,7 @@ from fa4tune.outcome import Outcome
 from fa4tune.problem import AttentionProblem
 from fa4tune.record import Trial, append_trials, decode_trial, encode_trial, read_trials
 from fa4tune.table.key import table_key
+from fa4tune.table.store import data_directory
 
 if TYPE_CHECKING:
     import optuna
@@ -36,10 +36,9 @@ OWNER = "fa4tune_owner"
 
 
 def default_directory() -> Path:
-    """Where studies are kept: ``FA4TUNE_STUDIES`` if set, else the user's data directory."""
-    if chosen := os.environ.get("FA4TUNE_STUDIES"):
-        return Path(chosen)
-    return Path(platformdirs.user_data_dir("fa4tune")) / "studies"
+    """Where studies are kept: ``FA4TUNE_STUDIES`` if set, else ``studies`` in the data directory."""
+    chosen = os.environ.get("FA4TUNE_STUDIES")
+    return Path(chosen) if chosen else data_directory() / "studies"
 
 
 class _JournalLock:

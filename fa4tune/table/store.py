@@ -49,11 +49,15 @@ def _warn_once(path: Path, reason: str) -> None:
         )
 
 
+def data_directory() -> Path:
+    """Where tables and studies are kept: ``FA4TUNE_DATA`` if set, else the user's data directory."""
+    return Path(os.environ.get("FA4TUNE_DATA") or platformdirs.user_data_dir("fa4tune"))
+
+
 def default_directory() -> Path:
-    """The user's own table: ``FA4TUNE_TABLE`` if set, else in the user's data directory."""
-    if chosen := os.environ.get("FA4TUNE_TABLE"):
-        return Path(chosen)
-    return Path(platformdirs.user_data_dir("fa4tune")) / "table"
+    """The user's own table: ``FA4TUNE_TABLE`` if set, else ``table`` in the data directory."""
+    chosen = os.environ.get("FA4TUNE_TABLE")
+    return Path(chosen) if chosen else data_directory() / "table"
 
 
 @cache
