@@ -219,6 +219,7 @@ def test_unwritable_table_gives_one_clear_sentence(tmp_path: Path) -> None:
 
 
 def test_default_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("FA4TUNE_TABLE")
     monkeypatch.setenv("FA4TUNE_DATA", str(tmp_path))
     assert default_directory() == tmp_path / "table"
     monkeypatch.setenv("FA4TUNE_TABLE", str(tmp_path))
