@@ -95,8 +95,8 @@ def _cycles(name: str, work: float) -> float:
         share = alone * TRUE.smem_conflict * busy * others
         return alone / 2 + (alone * alone / 4 + share) ** 0.5
     if family == "section":
-        keys, kind, groups = rest.split(".")
-        return _section_cycles(int(keys[1:]), kind == "full") * int(groups[2:])
+        tile, kind, groups = rest.split(".")
+        return _section_cycles(int(tile[1:]), kind == "full") * int(groups[2:])
     if family == "loop":
         return 3000.0
     if family in ("mbarrier", "named"):

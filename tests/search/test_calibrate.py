@@ -129,3 +129,22 @@ def test_a_manifest_of_another_suite_is_refused(bundle: Path) -> None:
 def test_a_directory_without_manifest_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SearchError, match="holds no calibration"):
         measure(tmp_path, tmp_path / "out")
+
+
+@pytest.mark.gpu
+def test_a_gpu_s_exponential_unit_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real way: compile, bundle, measure; 16 exponentials a clock on Hopper and B200, 32 on B300."""
+    from fa4tune.cli.calibrate import COMPUTE_CAPABILITIES
+    from fa4tune.search import calibrate_bundle
+
+    arch = COMPUTE_CAPABILITIES[torch.cuda.get_device_capability(0)]
+    full = suites.suite(arch)
+    kernels = tuple(k for k in full.kernels if k.name == "arithmetic.ex2.8")
+    probes = tuple(p for p in full.probes if p.kernel == kernels[0].name)
+    few = replace(full, kernels=kernels, probes=probes, loads=(), launches=())
+    monkeypatch.setattr(calibrate_bundle, "suite", lambda arch: few)
+    monkeypatch.setattr(calibrate, "suite", lambda arch: few)
+    calibrate_bundle.export(tmp_path / "bundle", arch, python=None)
+    assert measure(tmp_path / "bundle", tmp_path / "out")
+    rate = _probes(tmp_path / "out")["ex2.throughput"]["rate"]
+    assert 14 < rate < 34
