@@ -155,7 +155,8 @@ def check_barriers(
 
     A wait counts once a warp and phase (a look at the barrier that finds it complete, and the wait that then
     returns at once, are one), an arrival at an mbarrier once a thread or asynchronous unit, an arrival
-    without wait at a named barrier once a warp. Barrier 0, the whole CTA's, belongs to no plan.
+    without wait at a named barrier once a warp. Barrier 0, the whole CTA's, belongs to no plan; a barrier
+    that only keeps an order (it is named as an :class:`~fa4tune.kernels.plan.Order`) is no operation's.
     """
     executed = executed_barriers(plan, trace)
     planned: Counter[tuple[str, str, str]] = Counter()
@@ -172,10 +173,11 @@ def check_barriers(
             planned[operation.role, name, "waits"] += times
         for name in operation.signals:
             planned[operation.role, name, "arrivals"] += times
+    left_out = {"named 0", *(order.owner for order in plan.loop.orders)}
     out = []
     for key in sorted({*executed, *planned}):
         role, name, what = key
-        if name == "named 0" or executed[key] == planned[key]:
+        if name in left_out or executed[key] == planned[key]:
             continue
         out.append(Mismatch(role, f"{what} at {name}", executed[key], planned[key], planned[key]))
     return out

@@ -62,9 +62,9 @@ def compare(text: str, knobs: str) -> tuple[EmulatedCall, list[Mismatch]]:
 @pytest.mark.parametrize(
     ("dims", "knobs"),
     [
-        ("d128_dv128_bf16", "tile_m=128,tile_n=128"),
-        ("d64_dv64_bf16", "tile_m=192,tile_n=128,exp2_share=0.25,rescale_threshold=8"),
-        ("d64_dv64_fp16", "tile_m=64,tile_n=64,overlap=false,scheduler=single"),
+        ("d128_dv128_bf16", "tile_m=128,tile_n=128,ping_pong=true"),
+        ("d64_dv64_bf16", "tile_m=192,tile_n=128,ping_pong=false,exp2_share=0.25,rescale_threshold=8"),
+        ("d64_dv64_fp16", "tile_m=64,tile_n=64,overlap=false,ping_pong=false,scheduler=single"),
     ],
 )
 def test_counts_and_barriers_equal_the_plan(dims: str, knobs: str, trips: int) -> None:
