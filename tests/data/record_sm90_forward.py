@@ -4,8 +4,7 @@
     python DIR/record.py OUT.safetensors                   where the GPU is: no compiler needed
 
 Inputs come in two kinds. ``exact``: every product, sum and power of two is exact by construction, so results
-must be bit-equal. Scores are small integers in log2 units. Under a full mask half of a row's weight is in keys
-of score 0 and the row sum is a power of two; under a causal mask the score is minus the distance to the
+must be bit-equal. Scores are small integers in log2 units. Under a full mask the row sum is a power of two; under a causal mask the score is minus the distance to the
 diagonal, and V is zero but for eight adjacent keys, so every partial sum of O fits in 24 bits. ``gaussian``:
 ordinary values, which round.
 """
@@ -52,18 +51,18 @@ def inputs(kind: str, head_dim: int, mask: str) -> tuple[Tensor, Tensor, Tensor,
             for n, h in ((rows, HEADS), (keys, KV_HEADS), (keys, KV_HEADS))
         )
         return q.bfloat16(), k.bfloat16(), v.bfloat16(), head_dim**-0.5
-    q = torch.zeros((1, 128, HEADS, head_dim))
-    k = torch.zeros((1, 128, KV_HEADS, head_dim))
-    v = torch.randint(-8, 9, (1, 128, KV_HEADS, head_dim), generator=generator).float()
-    position = torch.arange(128, dtype=torch.float32)
+    q = torch.zeros((1, 256, HEADS, head_dim))
+    k = torch.zeros((1, 256, KV_HEADS, head_dim))
+    v = torch.randint(-8, 9, (1, 256, KV_HEADS, head_dim), generator=generator).float()
+    position = torch.arange(256, dtype=torch.float32)
     if mask == "full":
-        # 32 keys weigh 1, 64 weigh 1/2 and 32 weigh nothing: the row sum is 64
+        # 64 keys weigh 1, 128 weigh 1/2 and 64 weigh nothing: the row sum is 128; the maximum grows on the way
         q[..., 0] = 1.0
-        k[0, :64, :, 0], k[0, 64:96, :, 0] = -1.0, -200.0
+        k[0, :128, :, 0], k[0, 128:192, :, 0] = -1.0, -200.0
     else:
         q[0, :, :, 0], q[0, :, :, 1] = 1.0, -position[:, None]
         k[0, :, :, 0], k[0, :, :, 1] = position[:, None], 1.0
-        v[:, :40], v[:, 48:] = 0.0, 0.0
+        v[:, :120], v[:, 128:] = 0.0, 0.0
     return q.bfloat16(), k.bfloat16(), v.bfloat16(), exact_scale()
 
 
