@@ -3,10 +3,10 @@
     python tests/data/record_sm90_forward.py export DIR    where the compiler is: kernels and inputs
     python DIR/record.py OUT.safetensors                   where the GPU is: no compiler needed
 
-Inputs come in two kinds. ``exact``: every product, sum and power of two is exact by construction, so results
-must be bit-equal. Scores are small integers in log2 units. Under a full mask the row sum is a power of two; under a causal mask the score is minus the distance to the
-diagonal, and V is zero but for eight adjacent keys, so every partial sum of O fits in 24 bits. ``gaussian``:
-ordinary values, which round.
+Inputs come in two kinds. ``exact``: every product, sum and power of two is exact by construction, so O must be
+bit-equal. Scores are small integers in log2 units. Under a full mask the row sum is a power of two. Under a
+causal mask the score is minus the distance to the diagonal, and V is zero but for eight adjacent keys, so every
+partial sum of O fits in 24 bits. ``gaussian``: ordinary values, which round.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def inputs(kind: str, head_dim: int, mask: str) -> tuple[Tensor, Tensor, Tensor,
     v = torch.randint(-8, 9, (1, 256, KV_HEADS, head_dim), generator=generator).float()
     position = torch.arange(256, dtype=torch.float32)
     if mask == "full":
-        # 64 keys weigh 1, 128 weigh 1/2 and 64 weigh nothing: the row sum is 128; the maximum grows on the way
+        # 64 keys weigh 1, 128 weigh 1/2, 64 nothing: the row sum is 128, and the maximum grows on the way
         q[..., 0] = 1.0
         k[0, :128, :, 0], k[0, 128:192, :, 0] = -1.0, -200.0
     else:
