@@ -55,9 +55,9 @@ def choose(
         problem, gpu: what is searched.
         ranked: the whole space with predictions, fastest first.
         tried: configs that are known: their time, or None where they failed.
-        count: new configs, the default among them while it has no outcome; ``asked`` ones count too.
+        count: new configs, the default among them while it has no outcome.
         again: known configs to time along, such as the table's present entry.
-        asked: configs to try before the model's, each with its phase.
+        asked: configs to try before the model's, each with its phase, on top of ``count``.
         allowed: the only configs that may be chosen, for searching among recorded ones; None allows all.
         sampler: ``tpe`` or ``gp``.
         seed: of the sampler.
@@ -82,8 +82,9 @@ def choose(
             chosen[config] = "incumbent"
             count += 1
     for config, phase in asked:
-        if config not in tried and len(chosen) < count:
-            chosen.setdefault(config, phase)
+        if config not in tried and config not in chosen:
+            chosen[config] = phase
+            count += 1
     if allowed is not None:
         chosen = {c: phase for c, phase in chosen.items() if c in allowed}
         ranked = [r for r in ranked if r.config in allowed]

@@ -63,7 +63,8 @@ class Request:
 
     Args:
         gpu: the hardware the kernels are for.
-        trials: configs to measure for each problem, the default among them, over all runs of a study.
+        trials: configs to measure for each problem, the default among them, over all runs of a study;
+            asked ones and ablations come on top.
         table: where entries go.
         studies: directory of record files and journals; default the user's.
         storage: Optuna storage URL in place of the journal.
@@ -125,10 +126,9 @@ def pick(
     problem: AttentionProblem,
     request: Request,
     study: Study,
-    count: int,
     report: Report = silent,
 ) -> tuple[list[Built], list[Trial]]:
-    """Choose and compile until ``count`` new configs can be measured, or no more are found.
+    """Choose and compile what the study lacks of ``request.trials``, at least one new config.
 
     Configs that fail to compile or spill are recorded in the study at once; others take their place.
     """
@@ -141,14 +141,16 @@ def pick(
     again = [hit.entry.kernel_config()] if hit is not None else []
     times = {c: t for c, t in study.tried().items() if t is not None}
     again += sorted(times, key=lambda c: times[c])[:1]
+    extra = {config for config, _ in asked}
+    count = max(1, request.trials - len(study.tried().keys() - extra))
     built: dict[KernelConfig, Built] = {}
     failures: list[Trial] = []
     for _ in range(3):
         tried = study.tried()
-        left = count - sum(config not in tried for config in built)
+        left = count - len(built.keys() - tried.keys() - extra)
         if left <= 0:
             break
-        known = {**tried, **dict.fromkeys(built)}
+        known = {**dict.fromkeys(built), **tried}
         choices = choose(
             problem,
             gpu,
@@ -195,8 +197,7 @@ def export_bundle(
     built = {}
     for problem in problems:
         study = request.study(problem)
-        missing = max(1, request.trials - len(study.tried()))
-        built[problem], failed = pick(problem, request, study, missing, report)
+        built[problem], failed = pick(problem, request, study, report)
         for trial in failed:
             request.note(f"{problem}: {trial.outcome}: {trial.reason}")
         if not built[problem]:
@@ -278,14 +279,15 @@ def search_measured(
     ranked = rank_space(
         problem, request.gpu, progress=lambda done, total: report("predicting", done, total, str(problem))
     )
-    while (missing := request.trials - len(study.tried())) > 0:
+    asked = _asked(problem, request)
+    while (missing := request.trials + len(asked) - len(study.tried())) > 0:
         choices = choose(
             problem,
             request.gpu,
             ranked,
             study.tried(),
             min(BATCH, missing),
-            asked=_asked(problem, request),
+            asked=asked,
             allowed=allowed,
             sampler=request.sampler,
             seed=request.seed,

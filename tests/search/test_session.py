@@ -150,7 +150,7 @@ def test_choices_start_with_the_default_and_are_new_feasible_and_of_the_asked_nu
     configs = [c.config for c in chosen]
     assert configs[0] == base
     assert chosen[0].phase == "default"
-    assert len(set(configs)) == len(configs) == 6
+    assert len(set(configs)) == len(configs) == 7  # the asked one on top
     assert asked in configs
     assert not set(configs[1:]) & set(tried)
     assert {"model", "sampler"} <= {c.phase for c in chosen}
