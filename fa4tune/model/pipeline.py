@@ -473,19 +473,23 @@ def _share(
 ) -> None:
     """The sharing rule, once around all roles: each one's factor from the others' busy fractions."""
     for station in meets:
-        busy = [
-            min(1.0, own[station] * factors[station] / period)
-            for own, factors in zip(demand, stretch, strict=True)
-        ]
+        busy = []
+        for own, factors in zip(demand, stretch, strict=True):
+            part = own[station] * factors[station] / period
+            busy.append(part if part < 1.0 else 1.0)
         everyone = sum(busy)
+        meets_others = shared[station]
         for group, factors in enumerate(stretch):
-            if not demand[group][station]:
+            load = demand[group][station]
+            if not load:
                 continue
-            others = everyone - busy[group] if shared[station] else 0.0
-            factors[station] = 1.0 + contention * (others + (copies - 1) * everyone)
-            new = min(1.0, demand[group][station] * factors[station] / period)
-            everyone += new - busy[group]
-            busy[group] = new
+            others = everyone - busy[group] if meets_others else 0.0
+            factor = 1.0 + contention * (others + (copies - 1) * everyone)
+            factors[station] = factor
+            part = load * factor / period
+            part = part if part < 1.0 else 1.0
+            everyone += part - busy[group]
+            busy[group] = part
 
 
 def _values(

@@ -62,18 +62,25 @@ def _once_links(operations: tuple[Operation, ...], body: tuple[Operation, ...], 
 
     An operation that its role executes itself also sees the role's asynchronous loop operations completed.
     """
-    links = []
+    signallers: dict[str, list[int]] = {}
+    products: dict[str, list[int]] = {}
+    if not prologue:
+        for index, operation in enumerate(body):
+            for name in dict.fromkeys(operation.signals):
+                signallers.setdefault(name, []).append(index)
+            if operation.asynchronous and operation.mma:
+                products.setdefault(operation.role, []).append(index)
+    links: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    before: dict[str, list[int]] = {}
     for index, operation in enumerate(operations):
-        earlier = tuple(i for i in range(index) if set(operations[i].signals) & set(operation.waits))
-        loop: tuple[int, ...] = ()
-        if not prologue and not earlier:
-            loop = tuple(
-                i
-                for i, other in enumerate(body)
-                if set(other.signals) & set(operation.waits)
-                or (other.asynchronous and other.mma and other.role == operation.role)
-            )
-        links.append((earlier, loop))
+        waits = dict.fromkeys(operation.waits)
+        earlier = sorted({other for name in waits for other in before.get(name, ())})
+        loop = set() if earlier or prologue else set(products.get(operation.role, ()))
+        if not earlier:
+            loop.update(other for name in waits for other in signallers.get(name, ()))
+        links.append((tuple(earlier), tuple(sorted(loop))))
+        for name in dict.fromkeys(operation.signals):
+            before.setdefault(name, []).append(index)
     return tuple(links)
 
 

@@ -60,7 +60,7 @@ def makespan(
         waves = ceil_div(tiles, places)
         return Makespan(waves, waves * trips[0].total, waves * trips[0].masked, tiles / (waves * places))
     section = max(1, L2_SECTION_BYTES // max(1, problem.seqlen_k * _key_bytes(plan))) * problem.gqa_group
-    # The order of events hardly moves with the overhead: eighths of an iteration suffice.
+    # The order of events hardly moves with the overhead: quarters of an iteration suffice.
     worst = _last(
         tuple((t.total, t.masked) for t in trips),
         copies,
@@ -68,8 +68,8 @@ def makespan(
         plan.scheduler == "persistent",
         plan.scheduler == "lpt" or bool(plan.constants.get("longest_first")),
         max(1, section // plan.packed_heads),
-        round(overhead * 8),
-        round(masked * 8),
+        round(overhead * 4),
+        round(masked * 4),
     )
     cost = total + tiles * overhead + total_masked * masked
     mine = worst[1] + worst[0] * overhead + worst[2] * masked
@@ -91,8 +91,8 @@ def _last(
     overhead: int,
     masked: int,
 ) -> tuple[float, float, float]:
-    """(tiles, iterations, masked iterations) of the place that finishes last; costs in eighths."""
-    jobs = [(8 * total + overhead + masked * hidden, total, hidden) for total, hidden in trips]
+    """(tiles, iterations, masked iterations) of the place that finishes last; costs in quarters."""
+    jobs = [(4 * total + overhead + masked * hidden, total, hidden) for total, hidden in trips]
     if persistent:
         return _static(jobs, copies, places, longest_first, section)
     if longest_first:
@@ -135,6 +135,8 @@ def _greedy_runs(
             left = equal
             while left:
                 load, tiles, iterations, masks, count = heappop(levels)
+                while levels and levels[0][:4] == (load, tiles, iterations, masks):
+                    count += heappop(levels)[4]
                 taken = min(left, count)
                 if taken < count:
                     heappush(levels, (load, tiles, iterations, masks, count - taken))
