@@ -13,30 +13,30 @@ import numpy as np
 
 
 @cache
-def _library() -> Any:
+def library() -> Any:
     """The OpenBLAS that NumPy's wheel carries, or None (another BLAS, another naming)."""
     folder = Path(np.__file__).parent.parent / "numpy.libs"
     for path in folder.glob("libscipy_openblas*.so*"):
         try:
-            library = ctypes.CDLL(str(path))
-            library.scipy_openblas_get_num_threads64_.restype = ctypes.c_int
-            library.scipy_openblas_set_num_threads64_.argtypes = [ctypes.c_int]
+            found = ctypes.CDLL(str(path))
+            found.scipy_openblas_get_num_threads64_.restype = ctypes.c_int
+            found.scipy_openblas_set_num_threads64_.argtypes = [ctypes.c_int]
         except (OSError, AttributeError):
             continue
-        return library
+        return found
     return None
 
 
 @contextmanager
 def single_thread() -> Iterator[None]:
     """Limit NumPy's BLAS to one thread inside the context, where it can be limited."""
-    library = _library()
-    if library is None:
+    blas = library()
+    if blas is None:
         yield
         return
-    before = library.scipy_openblas_get_num_threads64_()
-    library.scipy_openblas_set_num_threads64_(1)
+    before = blas.scipy_openblas_get_num_threads64_()
+    blas.scipy_openblas_set_num_threads64_(1)
     try:
         yield
     finally:
-        library.scipy_openblas_set_num_threads64_(before)
+        blas.scipy_openblas_set_num_threads64_(before)

@@ -88,6 +88,6 @@ def _poison(program: Program, translation: Translation) -> Array:
     """All ones, predicates false, as the plain warp's registers begin."""
     memory = np.full(translation.register_bytes, 0xFF, np.uint8)
     for at, kind in zip(translation.register_offsets, program.storage, strict=True):
-        if kind == "p":
+        if kind == "p" and at is not None:
             memory[at : at + 4] = 0
     return memory

@@ -26,7 +26,6 @@ PATHS = (
 BASE_SHIFT = 28  #: of the base in an operand's location
 
 HOST = CFUNCTYPE(c_int32, c_void_p, c_int32, c_uint32)
-GEMM = CFUNCTYPE(c_int32, c_void_p, c_int32, c_int32, c_int32)
 
 
 class OperationInfo(ctypes.Structure):
@@ -116,7 +115,7 @@ class MmaCount(ctypes.Structure):
     """How many matrix operations of one shape a warp issued."""
 
     _fields_ = [
-        ("operation", c_int32),
+        ("kind", c_int32),
         ("m", c_int32),
         ("n", c_int32),
         ("pad", c_int32),
@@ -185,9 +184,6 @@ class CtaState(ctypes.Structure):
         ("bars", POINTER(MBarrierState)),
         ("named", POINTER(NamedBarrierState)),
         ("operand_cache", c_void_p),
-        ("a", c_void_p),
-        ("b", c_void_p),
-        ("product", c_void_p),
         ("smem_bytes", c_int32),
         ("rank", c_int32),
         ("bar_count", c_int32),
@@ -207,7 +203,6 @@ class ClusterState(ctypes.Structure):
         ("ctas", POINTER(c_void_p)),
         ("warps", POINTER(c_void_p)),
         ("host", HOST),
-        ("gemm", GEMM),
         ("run", c_void_p),
         ("size", c_int32),
         ("warp_count", c_int32),

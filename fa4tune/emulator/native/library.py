@@ -68,6 +68,7 @@ def _declare(found: Any) -> None:
         "fa_pop_ready": (i32, (pointer,)),
         "fa_wake": (None, (pointer, i32)),
         "fa_run_ready": (i32, (pointer, i32, i32)),
+        "fa_free_operands": (None, (pointer,)),
         "fa_new_mbarrier": (i32, (pointer, i32, i32)),
     }
     for name, (result, arguments) in signatures.items():

@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 
 from fa4tune.emulator import numpy_alu
-from fa4tune.emulator.asynchronous import AsyncUnits
 from fa4tune.emulator.codegen import RUNTIME
 from fa4tune.emulator.findings import FaultError
+from fa4tune.emulator.isa import Operation
 from fa4tune.emulator.lanes import Array
 from fa4tune.emulator.machine import Cluster, Cta, Machine
-from fa4tune.emulator.native import layout, state
+from fa4tune.emulator.native import layout, matrix, state
 from fa4tune.emulator.native.jit import NativeProgram
 from fa4tune.emulator.native.layout import BASE_SHIFT, FAULT, HOST, OK, SUSPEND
+from fa4tune.emulator.native.library import library
 from fa4tune.emulator.native.state import field
 from fa4tune.emulator.native.translate import Call
 from fa4tune.emulator.numpy_alu import KIND_DTYPE
@@ -62,7 +63,7 @@ class NativeMachine(Machine):
         s.regions, s.region_count = addressof(self._regions), len(self.memory.regions)
         s.late, s.observed = int(self.late is not None), int(self.trace is not None)
         s.blocks = len(self.program.blocks)
-        s.operations = native.operations_address
+        s.operations, s.gemm = native.operations_address, matrix.sgemm_address()
         self.parameters_address = state.address_of(self._parameters)
         self.function = _RUN(native.address)
 
@@ -70,12 +71,18 @@ class NativeMachine(Machine):
         """The cluster whose first CTA has this position."""
         return NativeCluster(self, first)
 
+    def operation(self, number: int) -> Operation:
+        """The operation of a numbered call."""
+        return self.native.translation.calls[number].operation
+
     def run_cluster(self, cluster: Cluster) -> bool:
         """Run a cluster to its end; False if an error stopped it."""
         finished = run_cluster(cluster)
         for warp in cluster.warps:
             warp.settle()
             self.steps += warp.steps
+        for cta in cluster.ctas:
+            library().fa_free_operands(cta.address)
         return finished
 
     # -- what Python does
@@ -84,10 +91,13 @@ class NativeMachine(Machine):
         """Perform one operation with the plain back-end's function."""
         warp = self.warps[pointer]
         try:
+            if number < 0:
+                matrix.perform(warp, number, mask >> 16, mask & 0xFFFF)
+                return OK
             return self._perform(warp, number, mask)
         except BaseException as error:
-            if self.current[0] is None:
-                self.current = (self.native.translation.calls[number].operation.instruction, warp)
+            if self.current[0] is None and number >= 0:
+                self.current = (self.operation(number).instruction, warp)
             self.error = error
             return FAULT
 
@@ -130,6 +140,7 @@ class NativeCluster(Cluster):
         self.struct = s = layout.ClusterState()
         self.address = addressof(s)
         super().__init__(machine, first)
+        self.units = matrix.NativeUnits(machine.late is not None, self)
         self._ctas = (c_void_p * self.size)(*(c.address for c in self.ctas))
         self._warps = (c_void_p * len(self.warps))(*(w.address for w in self.warps))
         s.machine = addressof(machine.struct)
@@ -336,6 +347,8 @@ class NativeWarp(Warp):
         for path, n in zip(layout.PATHS, self.struct.bytes, strict=True):
             if n:
                 self.count_bytes(path, n)
+        for kind in self.struct.mma_kinds[: self.struct.kinds]:
+            self.count_event(matrix.count_key(kind.kind, kind.m, kind.n), kind.count)
 
     def _local(self) -> Array:
         if self.local is None:

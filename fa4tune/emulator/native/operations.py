@@ -121,6 +121,58 @@ def _mapa(operation: Operation) -> Call:
     return "fa_mapa", {"mode": _generic(operation)}
 
 
+@_op("wgmma.mma")
+def _wgmma(operation: Operation) -> Call:
+    attrs = operation.attrs
+    mode = int(attrs["from_registers"]) | 2 * attrs["transpose_a"] | 4 * attrs["transpose_b"]
+    mode |= 8 * (attrs["negate_a"] < 0) | 16 * (attrs["negate_b"] < 0)
+    return "fa_wgmma", {"size": int(attrs["type"] == "bf16"), "mode": mode, "count": attrs["n"]}
+
+
+@_op("wgmma.commit")
+def _wgmma_commit(operation: Operation) -> Call:
+    return "fa_wgmma_commit", {}
+
+
+@_op("wgmma.wait")
+def _wgmma_wait(operation: Operation) -> Call:
+    return "fa_wgmma_wait", {"count": operation.attrs["count"]}
+
+
+@_op("tcgen05.mma")
+def _tensor_mma(operation: Operation) -> Call | None:
+    attrs = operation.attrs
+    disabled = len(operation.src) - 5
+    if disabled > 8:
+        return None
+    mode = int(attrs["from_tmem"]) | 2 * (attrs["cta_group"] == 2)
+    fields = {"offset": attrs["d_offset"], "offset2": attrs["a_offset"], "mode": mode, "count": disabled}
+    return "fa_tensor_mma", fields
+
+
+@_op("tcgen05.commit")
+def _tensor_commit(operation: Operation) -> Call:
+    mode = _generic(operation) | 2 * int(operation.attrs["multicast"])
+    return "fa_tensor_commit", {"offset": operation.attrs["offset"], "mode": mode}
+
+
+@_op("tma.load")
+def _tma_load(operation: Operation) -> Call:
+    attrs = operation.attrs
+    return "fa_tma_load", {
+        "offset": attrs["offset"], "offset2": attrs["barrier_offset"], "count": attrs["rank"],
+        "mode": int(attrs["multicast"]) | 2 * (attrs["cta_group"] == 2),
+    }  # fmt: skip
+
+
+@_op("tma.store")
+def _tma_store(operation: Operation) -> Call | None:
+    attrs = operation.attrs
+    if attrs["reduction"] is not None:
+        return None
+    return "fa_tma_store", {"offset": attrs["offset"], "count": attrs["rank"]}
+
+
 @_op("tcgen05.wait.st", "bulk.commit", "bulk.wait")
 def _late_only(operation: Operation) -> Call:
     return "fa_late_only", {}

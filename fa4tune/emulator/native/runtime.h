@@ -80,7 +80,7 @@ typedef struct {
 } Mma;
 
 typedef struct {
-    int32_t operation, m, n, pad;
+    int32_t kind, m, n, pad; /* kind: mode of tcgen05.mma, or 4 and 1 if A comes from registers */
     int64_t count;
 } MmaCount;
 
@@ -91,7 +91,6 @@ typedef struct {
 
 typedef int32_t (*HostFunction)(Warp *, int32_t, uint32_t);
 typedef int32_t (*RunFunction)(Warp *);
-typedef int32_t (*GemmFunction)(Cta *, int32_t, int32_t, int32_t);
 
 struct Warp {
     uint8_t *bases[3];  /* registers, special registers, constants */
@@ -125,7 +124,6 @@ struct Cta {
     MBarrier *bars;
     NamedBarrier *named;
     void *operand_cache;
-    float *a, *b, *product;
     int32_t smem_bytes, rank, bar_count, thread_count;
     int16_t tmem_owner[16];  /* per 32 columns: 1 + first column of its allocation, 0 free */
     int32_t tensor_count, pad;
@@ -137,7 +135,6 @@ struct Cluster {
     Cta **ctas;
     Warp **warps;
     HostFunction host;
-    GemmFunction gemm;
     RunFunction run;
     int32_t size, warp_count, ready_count, stalled;
     int32_t arrived, expected, waiting, current;
@@ -145,6 +142,9 @@ struct Cluster {
     int16_t waiters[MAX_WARPS];
     int16_t ready[MAX_WARPS];
 };
+
+/* memory.c */
+uint8_t *fa_global(const Machine *m, uint64_t address, int64_t bytes, int write);
 
 /* sync.c */
 void fa_push_ready(Cluster *c, int32_t number);

@@ -247,13 +247,14 @@ _DTYPE = {"h": U2, "u": U4, "f": F4, "q": U8}
 class RegisterFile:
     """A warp's registers by number, as arrays over its memory."""
 
-    def __init__(self, memory: Array, offsets: list[int], storage: list[str]) -> None:
+    def __init__(self, memory: Array, offsets: list[int | None], storage: list[str]) -> None:
         self.memory = memory
         self.offsets = offsets
         self.storage = storage
 
     def __getitem__(self, index: int) -> Array:
         at, kind = self.offsets[index], self.storage[index]
+        assert at is not None
         if kind == "x":
             return self.memory[at : at + 256].view(F4).reshape(2, 32)
         if kind == "p":

@@ -57,7 +57,8 @@ class Translation:
 
     Args:
         text: the module; ``@run`` takes a pointer to the warp.
-        register_offsets: of each register in a warp's register file of ``register_bytes``.
+        register_offsets: of each register in a warp's register file of ``register_bytes``; None for one that
+            lives inside one block only, whose place others use too.
         calls: what the numbered calls of the runtime mean.
         specials: offset in the special area, by (name, offset in bytes, kind).
         constants: the constant pool, 32 lanes a constant.
@@ -65,7 +66,7 @@ class Translation:
     """
 
     text: str
-    register_offsets: list[int]
+    register_offsets: list[int | None]
     register_bytes: int
     calls: list[Call]
     specials: dict[tuple[str, int, str], int]
@@ -80,8 +81,8 @@ class _Shared:
 
     program: Program
     half_floats: bool
-    offsets: list[int]
-    temporary_base: int
+    offsets: list[int | None]
+    scratch: int  # where the places begin that blocks give to what lives inside them
     parameters: dict[str, int]
     parameter_bytes: int
     joins: set[int]
@@ -94,7 +95,7 @@ class _Shared:
     special_bytes: int = 64  # the pointer to the parameter block comes first
     constants: dict[tuple[int, str], int] = field(default_factory=dict)
     pool: bytearray = field(default_factory=bytearray)
-    temporaries: int = 0
+    scratch_bytes: int = 0
 
     def special(self, name: str, offset: int, base: str) -> int:
         """Location of a special register or of the address of a variable."""
@@ -127,10 +128,13 @@ def translate(program: Program, *, half_floats: bool = True, host_only: bool = F
         NotNativeError: it reads a clock.
         PtxError: an operand that is not modelled.
     """
-    offsets, at = [], 0
-    for kind in program.storage:
-        offsets.append(at)
-        at += SLOT[BASE[kind]]
+    offsets: list[int | None] = []
+    at = 0
+    lasting = _lasting(program)
+    for index, kind in enumerate(program.storage):
+        offsets.append(at if index in lasting else None)
+        at += SLOT[BASE[kind]] if index in lasting else 0
+    at += -at % 256
     entry = program.entry
     last = entry.parameters[-1] if entry.parameters else None
     joins = {b.reconvergence for b in program.blocks if len(b.successors) > 1} - {EXIT}
@@ -145,9 +149,43 @@ def translate(program: Program, *, half_floats: bool = True, host_only: bool = F
     body = "\n".join(shared.lines)
     return Translation(
         f"{declarations}\ndefine i32 @run(ptr %w) nounwind {{\n{body}\n}}\n",
-        offsets, at + 256 * (shared.temporaries + 1), shared.calls, shared.specials, shared.special_bytes,
+        offsets, at + shared.scratch_bytes, shared.calls, shared.specials, shared.special_bytes,
         bytes(shared.pool) or bytes(64), tuple(shared.declared),
     )  # fmt: skip
+
+
+def _lasting(program: Program) -> set[int]:
+    """Registers whose value crosses from one block to another, or is read before it is written."""
+    out: set[int] = set()
+    for block in program.blocks:
+        out |= block.live_out
+        written: set[int] = set()
+        for operation in block.operations:
+            out.update(r.index for r in uses(operation) if r.index not in written)
+            written.update(d.index for d in operation.dst if isinstance(d, Register))
+    return out
+
+
+class _Scratch:
+    """Places in the scratch part of the register file, given and taken back while a block is written."""
+
+    def __init__(self, shared: _Shared) -> None:
+        self.shared = shared
+        self.top = 0
+        self.free: dict[int, list[int]] = {64: [], 128: [], 256: []}
+
+    def take(self, nbytes: int) -> int:
+        """A place of 64, 128 or 256 bytes."""
+        if self.free[nbytes]:
+            return self.free[nbytes].pop()
+        at = self.top
+        self.top += nbytes
+        self.shared.scratch_bytes = max(self.shared.scratch_bytes, self.top)
+        return self.shared.scratch + at
+
+    def give(self, at: int, nbytes: int) -> None:
+        """Take a place back."""
+        self.free[nbytes].append(at)
 
 
 def _prologue(s: _Shared) -> None:
@@ -187,13 +225,22 @@ class _BlockWriter:
         self.mask = ""
         self.may_fault = False
         self.where: dict[int, tuple[int, ...]] = {}  # registers whose value is not at home
+        self.users: dict[int, set[int]] = {}  # places to the registers of `where` that lie there
+        self.scratch = _Scratch(shared)
+        self.homes: dict[int, tuple[int, ...]] = {}  # of registers that live in this block only
+        self.held: list[tuple[int, int]] = []  # places and sizes that are free once nobody uses them
         self.last_use: dict[int, int] = {}
         self.position = 0
-        self.temporaries = 0
         self.moving: set[int] = set()
         for i, operation in enumerate(block.operations):
+            for d in operation.dst:
+                if isinstance(d, Register):
+                    self.last_use[d.index] = i
             for register in uses(operation):
                 self.last_use[register.index] = i
+        self.ending: dict[int, list[int]] = {}
+        for register_index, i in self.last_use.items():
+            self.ending.setdefault(i, []).append(register_index)
 
     # -- text
 
@@ -247,6 +294,7 @@ class _BlockWriter:
         self.mask = self.op("load i32, ptr %p_mask")
         terminator = None
         for self.position, operation in enumerate(self.block.operations):
+            self.release()
             if operation.category == "alu":
                 self.alu(operation)
             elif operation.category == "system":
@@ -287,18 +335,55 @@ class _BlockWriter:
 
     # -- where values lie
 
+    def release(self) -> None:
+        """Give back what nothing needs from the current operation on."""
+        for register in self.ending.get(self.position - 1, ()):
+            if register in self.block.live_out:
+                continue
+            self.forget(register)
+            home = self.homes.pop(register, None)
+            if home is not None:
+                self.held.append((home[0], SLOT[BASE[self.storage[register]]]))
+        kept = []
+        for at, nbytes in self.held:
+            if self.users.get(at) or (nbytes == 256 and self.users.get(at + 128)):
+                kept.append((at, nbytes))
+            else:
+                self.scratch.give(at, nbytes)
+        self.held = kept
+
+    def remember(self, register: int, parts: tuple[int, ...]) -> None:
+        """Note where a register's value lies."""
+        self.forget(register)
+        self.where[register] = parts
+        for at in parts:
+            self.users.setdefault(at, set()).add(register)
+
+    def forget(self, register: int) -> None:
+        """The value is at home, or gone."""
+        for at in self.where.pop(register, ()):
+            self.users[at].discard(register)
+
     def home(self, register: int) -> tuple[int, ...]:
+        """A register's own place or, for a float32 pair, places."""
         at = self.shared.offsets[register]
-        return (at, at + 128) if self.storage[register] == "x" else (at,)
+        pair = self.storage[register] == "x"
+        if at is not None:
+            return (at, at + 128) if pair else (at,)
+        found = self.homes.get(register)
+        if found is None:
+            at = self.scratch.take(SLOT[BASE[self.storage[register]]])
+            found = self.homes[register] = (at, at + 128) if pair else (at,)
+        return found
 
     def parts(self, register: int) -> tuple[int, ...]:
         return self.where.get(register) or self.home(register)
 
     def temporary(self) -> int:
-        """A location of 256 bytes for the rest of the block."""
-        self.temporaries += 1
-        self.shared.temporaries = max(self.shared.temporaries, self.temporaries)
-        return self.shared.temporary_base + 256 * self.temporaries
+        """A place of 256 bytes for the current operation, and as long as a register's value lies there."""
+        at = self.scratch.take(256)
+        self.held.append((at, 256))
+        return at
 
     def is_live(self, register: int) -> bool:
         """Whether a value is needed behind the current operation or by it."""
@@ -318,25 +403,26 @@ class _BlockWriter:
             places = tuple(aside + 128 * n for n in range(len(home)))
             for to, of in zip(places, self.where[register], strict=True):
                 self.copy(to, of, base)
-            self.where[register] = places
+            self.remember(register, places)
             if register in self.moving:
                 return
         self.moving.add(register)
         self.vacate(home, register)
         for to, of in zip(home, self.where[register], strict=True):
             self.copy(to, of, base)
-        del self.where[register]
+        self.forget(register)
         self.moving.discard(register)
 
     def vacate(self, places: tuple[int, ...], owner: int) -> None:
         """Before places are overwritten: save other registers' values that lie there."""
-        for other in [r for r, at in self.where.items() if r != owner and set(at) & set(places)]:
-            if other not in self.where:
-                continue
-            if self.is_live(other):
-                self.bring_home(other)
-            else:
-                del self.where[other]
+        for at in places:
+            for other in list(self.users.get(at, ())):
+                if other == owner or other not in self.users[at]:
+                    continue
+                if self.is_live(other):
+                    self.bring_home(other)
+                else:
+                    self.forget(other)
 
     def target(self, register: int, guarded: bool) -> tuple[int, ...]:
         """Where a new value of a register goes; under a guard its old value must be there already."""
@@ -344,7 +430,7 @@ class _BlockWriter:
             if guarded:
                 self.bring_home(register)
             else:
-                del self.where[register]
+                self.forget(register)
         home = self.home(register)
         self.vacate(home, register)
         return home
@@ -470,9 +556,9 @@ class _BlockWriter:
         register = operand.index
         if operation.instruction.predicate is None:
             if parts == self.home(register):
-                self.where.pop(register, None)
+                self.forget(register)
             else:
-                self.where[register] = parts
+                self.remember(register, parts)
             return
         mask = self.lanes(self.guard(operation))
         base = BASE[self.storage[register]]
@@ -651,7 +737,8 @@ class _BlockWriter:
         if op == "ld.param" and self.load_parameter(operation, mask):
             return
         function, fields = ("fa_host", {}) if self.shared.host_only else operations.native_call(operation)
-        dst_kinds = "" if op == "wgmma.mma" else operation.dst_kinds
+        # accumulators are written when the operation is performed
+        dst_kinds = "" if function == "fa_host" and op == "wgmma.mma" else operation.dst_kinds
         self.invoke(operation, function, fields, operation.src_kinds, dst_kinds, mask)
 
     def invoke(
