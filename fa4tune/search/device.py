@@ -10,7 +10,8 @@ import platform
 import statistics
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +28,12 @@ GRAPH_REPEATS = 10
 """Kernels in one graph; a sample is the graph's time, less that of one of flushes only, over this."""
 
 WARM_UP_SECONDS = 0.3
+
+SENSOR_MILLISECONDS = 50
+"""Between two readings of clock, power and temperature."""
+
+SENSOR_START_SECONDS = 5.0
+"""Patience with the first reading, which comes before timing starts."""
 
 Call = Callable[[], None]
 
@@ -52,6 +59,42 @@ class Backend(Protocol):
         """Read the sensors while the context is open; its dict is filled when it closes."""
 
 
+class _Sensors:
+    """A running ``nvidia-smi`` and its readings. It ends with this process: its pipe breaks."""
+
+    FIELDS = ("clocks.sm", "power.draw", "power.limit", "temperature.gpu")
+    NAMES = ("clock_mhz", "power_watts", "power_limit_watts", "temperature_c")
+
+    def __init__(self, command: list[str]) -> None:
+        self._readings: list[tuple[float, list[float]]] = []
+        self._first = threading.Event()
+        try:
+            process = subprocess.Popen(
+                [*command, "-lms", str(SENSOR_MILLISECONDS)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+        except OSError:
+            return
+        threading.Thread(target=self._collect, args=(process.stdout,), daemon=True).start()
+        self._first.wait(timeout=SENSOR_START_SECONDS)
+
+    def _collect(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                values = [float(part) for part in line.split(",")]
+                if len(values) == len(self.NAMES):
+                    self._readings.append((time.monotonic(), values))
+                    self._first.set()
+
+    def since(self, start: float) -> dict[str, float]:
+        """Medians of the readings since ``start``, or the last reading where that was too short a time."""
+        values = [v for at, v in self._readings if at >= start] or [v for _, v in self._readings[-1:]]
+        columns = zip(*values, strict=True)
+        return dict(zip(self.NAMES, map(statistics.median, columns), strict=False))
+
+
 class CudaBackend:
     """One CUDA GPU, the first that is visible.
 
@@ -65,6 +108,7 @@ class CudaBackend:
         if not torch.cuda.is_available():
             raise RuntimeError("no CUDA GPU is visible to torch on this machine")
         self._flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+        self._sensors: _Sensors | None = None
         self._identity = "0"
         self._sm_count = torch.cuda.get_device_properties(0).multi_processor_count
         uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None)
@@ -163,39 +207,13 @@ class CudaBackend:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[dict[str, float]]:
-        """See :class:`Backend`. Medians of what ``nvidia-smi`` reads every 50 ms; empty without it."""
-        fields = ("clocks.sm", "power.draw", "power.limit", "temperature.gpu")
-        names = ("clock_mhz", "power_watts", "power_limit_watts", "temperature_c")
-        readings: list[list[float]] = []
+        """See :class:`Backend`. Medians of what ``nvidia-smi`` reads; empty without it."""
+        if self._sensors is None:
+            self._sensors = _Sensors(self._smi(",".join(_Sensors.FIELDS)))
+        start = time.monotonic()
         summary: dict[str, float] = {}
-        try:
-            process = subprocess.Popen(
-                [*self._smi(",".join(fields)), "-lms", "50"],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-        except OSError:
-            yield summary
-            return
-
-        def collect() -> None:
-            assert process.stdout is not None
-            for line in process.stdout:
-                with contextlib.suppress(ValueError):
-                    readings.append([float(part) for part in line.split(",")])
-
-        reader = threading.Thread(target=collect, daemon=True)
-        reader.start()
-        try:
-            yield summary
-        finally:
-            process.terminate()
-            process.wait()
-            reader.join(timeout=2)
-            if readings:
-                columns = zip(*(r for r in readings if len(r) == len(names)), strict=True)
-                summary.update(zip(names, (statistics.median(column) for column in columns), strict=False))
+        yield summary
+        summary.update(self._sensors.since(start))
 
     def _smi(self, fields: str) -> list[str]:
         return ["nvidia-smi", "-i", self._identity, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]

@@ -66,7 +66,8 @@ class Child:
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
         self._log = log.open("ab")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "fa4tune.search.worker", str(bundle), backend],
+            # -P: the working directory may hold another copy of the package
+            [sys.executable, "-P", "-m", "fa4tune.search.worker", str(bundle), backend],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
