@@ -122,8 +122,8 @@ def take(directory: Path) -> list[Trial]:
     known = {(t.problem, str(t.config)) for t in read_trials(DATA)} if DATA.exists() else set()
     trials = [
         trial
-        for of_problem in load_results(directory).trials.values()
-        for trial in of_problem
+        for result in load_results(directory).results.values()
+        for trial in result.trials
         if (trial.problem, str(trial.config)) not in known
     ]
     append_trials(DATA, trials)
