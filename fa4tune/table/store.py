@@ -1,9 +1,8 @@
 """Tables on disk: one file an entry, written atomically, read with every fault a miss.
 
 ``DIR/<hardware key>/<kernel class>-v<kernel version>/<bucket>/<problem>.json``: an exact lookup opens one
-file, a bucket lookup lists one directory. Several processes may write one table: a writer locks the entry,
-keeps the better of both and replaces the file in one step, so no reader sees half of one and no update is
-lost.
+file, a bucket lookup lists one directory. Several processes may write one table: a writer locks it, keeps the
+better of both entries and replaces the file in one step, so no reader sees half of one and no update is lost.
 """
 
 from __future__ import annotations
@@ -27,8 +26,11 @@ from fa4tune.problem import AttentionProblem
 from fa4tune.table.entry import Entry, better, decode_entry, encode_entry
 from fa4tune.table.key import TableKey, distance, table_key
 
+LOCK = ".lock"
+"""File in a table that its writers lock; it stays behind, empty."""
+
 LOCK_SECONDS = 30
-"""How long a writer waits for another one on the same entry."""
+"""How long a writer waits for others."""
 
 
 class TableWarning(UserWarning):
@@ -186,14 +188,14 @@ class Table:
         path = self.path(entry)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(path.with_suffix(".lock"), timeout=LOCK_SECONDS):
+            with FileLock(self.directory / LOCK, timeout=LOCK_SECONDS):
                 present = None if replace else self._present(entry)
                 if present is not None:
                     entry = better(entry, present)
                 _write_atomic(path, encode_entry(entry))
         except Timeout:
             raise TableError(
-                f"another process has held {path.with_suffix('.lock')} for {LOCK_SECONDS} s; try again"
+                f"another process has held {self.directory / LOCK} for {LOCK_SECONDS} s; try again"
             ) from None
         except OSError as error:
             raise TableError(
