@@ -130,6 +130,7 @@ def emulate_forward(
     gpu: Gpu,
     *,
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    softmax_scale: float | None = None,
     seed: int = 0,
     late: int | None = None,
     counters: bool = False,
@@ -141,6 +142,7 @@ def emulate_forward(
 
     Args:
         inputs: q, k, v; Gaussian from ``seed`` if None.
+        softmax_scale: factor of the scores; 1/sqrt(head_dim) if None.
         late, counters, trace, progress: as :func:`fa4tune.emulator.machine.run` takes them.
         kernel: a kernel of that class that is compiled already.
 
@@ -174,8 +176,11 @@ def emulate_forward(
             results.append(run(ptx, launched, late=late, counters=counters, trace=trace, progress=progress))
 
     call = forward_caller(host, names, sm_count=gpu.sm_count, window=problem.window)
-    call(q, k, v, out, lse, problem.head_dim**-0.5)
-    exact_out, exact_lse = attention(q, k, v, causal=problem.mask == "causal", window=_window(problem))
+    scale = problem.head_dim**-0.5 if softmax_scale is None else softmax_scale
+    call(q, k, v, out, lse, scale)
+    exact_out, exact_lse = attention(
+        q, k, v, softmax_scale=scale, causal=problem.mask == "causal", window=_window(problem)
+    )
     return EmulatedCall(
         problem, kernel, out, lse, relative_error(out, exact_out), absolute_error(lse, exact_lse), results
     )
