@@ -22,7 +22,7 @@ class Block:
     live_out: frozenset[int] = frozenset()
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Program:
     """An entry ready for a back-end. ``storage`` gives each register's kind: p, h, u, f, q, x."""
 

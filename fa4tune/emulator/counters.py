@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
+import numpy as np
+from numpy.typing import NDArray
+
+from fa4tune.emulator.cfg import Program
 from fa4tune.emulator.isa import Operation
 
 if TYPE_CHECKING:
@@ -74,33 +79,62 @@ def _mufu(operation: Operation, unit: str) -> int:
     return 2 if operation.dst_kinds in "VB" else 1
 
 
+@dataclass(frozen=True, slots=True)
+class _Static:
+    """What one visit of each block counts, as matrices with a row a block."""
+
+    units: list[str]
+    per_visit: NDArray[np.int64]  # (blocks, units)
+    exponentials: NDArray[np.int64]  # (blocks, 3): elements a lane of mufu, mufu_other, polynomial
+    lines: NDArray[np.int64]
+    line_blocks: NDArray[np.int64]  # the block of each executed line
+
+
+def _static(program: Program) -> _Static:
+    units = sorted({o.unit for b in program.blocks for o in b.operations})
+    per_visit = np.zeros((len(program.blocks), len(units)), np.int64)
+    exponentials = np.zeros((len(program.blocks), 3), np.int64)
+    lines, line_blocks = [], []
+    for i, block in enumerate(program.blocks):
+        for o in block.operations:
+            per_visit[i, units.index(o.unit)] += 1
+            exponentials[i] += (_mufu(o, "mufu_ex2"), _mufu(o, "mufu"), _polynomial(o))
+            lines.append(o.instruction.line)
+            line_blocks.append(i)
+    return _Static(
+        units, per_visit, exponentials, np.array(lines, np.int64), np.array(line_blocks, np.int64)
+    )
+
+
+_STATIC: WeakKeyDictionary[Program, _Static] = WeakKeyDictionary()
+
+
 def collect(machine: Machine, ctas: list[Cta]) -> list[WarpCounters]:
     """Counters from the blocks that each warp visited and the events that it noted."""
-    static: list[tuple[Counter[str], dict[str, int], list[int]]] = []
-    for block in machine.program.blocks:
-        units: Counter[str] = Counter(o.unit for o in block.operations)
-        elements = {
-            "mufu": sum(_mufu(o, "mufu_ex2") for o in block.operations),
-            "mufu_other": sum(_mufu(o, "mufu") for o in block.operations),
-            "polynomial": sum(_polynomial(o) for o in block.operations),
-        }
-        static.append((units, elements, [o.instruction.line for o in block.operations]))
+    static = _STATIC.get(machine.program)
+    if static is None:
+        static = _STATIC[machine.program] = _static(machine.program)
     out = []
     for cta in ctas:
         for warp in cta.warps:
             count = WarpCounters(cta.number, warp.index)
-            for (pc, _), (visits, lanes) in warp.visits.items():
-                units, elements, lines = static[pc]
-                for unit, n in units.items():
-                    count.instructions[unit] += n * visits
-                for unit, n in elements.items():
-                    if n:
-                        count.exponentials[unit] += n * lanes
-                for line in lines:
-                    count.lines[line] += visits
+            visited = np.zeros((2, len(machine.program.blocks)), np.int64)
+            for (pc, _), entry in warp.visits.items():
+                visited[:, pc] += entry
+            visits, lanes = visited
+            count.instructions.update(_nonzero(static.units, visits @ static.per_visit))
+            names = ["mufu", "mufu_other", "polynomial"]
+            count.exponentials.update(_nonzero(names, lanes @ static.exponentials))
+            executed = np.bincount(static.lines, visits[static.line_blocks]).astype(np.int64)
+            numbers = np.flatnonzero(executed)
+            count.lines.update(dict(zip(numbers.tolist(), executed[numbers].tolist(), strict=True)))
             count.bytes.update(warp.bytes)
             events: dict[Any, int] = warp.events
             for key, n in events.items():
                 count.mmas[key] += n
             out.append(count)
     return out
+
+
+def _nonzero(names: list[str], values: NDArray[np.int64]) -> dict[str, int]:
+    return {name: n for name, n in zip(names, values.tolist(), strict=True) if n}

@@ -147,6 +147,13 @@ class Cluster:
         """A CTA of this cluster."""
         return Cta(self, rank, position)
 
+    def run_ready(self, fuel: int, limit: int) -> bool | None:
+        """Run all that can run, where a back-end has a loop of its own for it.
+
+        Returns None for no such loop; else whether ``limit`` turns went by without any effect.
+        """
+        return None
+
     def gives_up(self) -> bool:
         """Whether a try_wait returns false although it could wait: now and then in late mode, else never."""
         return self.machine.late is not None and self.random.random() < TIME_OUT_SHARE

@@ -31,6 +31,11 @@ def run_cluster(cluster: Cluster) -> bool:
     try:
         while True:
             if cluster.ready:
+                stuck = None if late else cluster.run_ready(EAGER_FUEL, STALL_SLICES)
+                if stuck is not None:
+                    if stuck and not cluster.units.force(rng):
+                        raise FaultError("livelock", "warps run without any effect", tuple(_report(cluster)))
+                    continue
                 warp = _pick(cluster, rng, priorities) if late else cluster.ready.popleft()
                 before = machine.progress
                 warp.run(rng.randint(1, LATE_FUEL) if late else EAGER_FUEL)

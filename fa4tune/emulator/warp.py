@@ -53,8 +53,7 @@ class Warp:
         self.cluster = cta.cluster
         self.machine: Machine = cta.machine
         self.index = index
-        program = self.machine.program
-        self.registers: list[Array] = [_REGISTER_POISON[k] for k in program.storage]
+        self.registers: Any = self.new_registers()
         self.pc = 0
         self.join = EXIT
         self.mask: Array | None = None
@@ -83,6 +82,10 @@ class Warp:
         if self.threads < 32:
             self.alive = np.arange(32) < self.threads
             self.mask = self.alive.copy()
+
+    def new_registers(self) -> Any:
+        """Registers by number, born as NaN bits."""
+        return [_REGISTER_POISON[k] for k in self.machine.program.storage]
 
     @property
     def label(self) -> str:

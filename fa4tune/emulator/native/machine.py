@@ -157,6 +157,13 @@ class NativeCluster(Cluster):
         self.ready = state.ReadyQueue(self)
         self.ready.extend(self.warps)
 
+    def run_ready(self, fuel: int, limit: int) -> bool | None:
+        """Run all that can run; whether ``limit`` turns went by without any effect."""
+        answer = library().fa_run_ready(self.address, fuel, limit)
+        if answer == FAULT:
+            self.machine.raise_error()
+        return bool(answer == SUSPEND)
+
     def new_cta(self, rank: int, position: tuple[int, int, int]) -> Cta:
         """A CTA of this cluster."""
         return NativeCta(self, rank, position)
@@ -207,11 +214,6 @@ class NativeWarp(Warp):
         translation = native.translation
         blocks = len(self.machine.program.blocks)
         self._visits = np.zeros((blocks, 2), np.int64)
-        self.memory = state.aligned(translation.register_bytes)
-        self.memory[:] = native.poison
-        self.registers = state.RegisterFile(
-            self.memory, translation.register_offsets, self.machine.program.storage
-        )
         self.special_memory = self._special_memory(translation)
         self.bases = (self.memory, self.special_memory, native.constants)
         s.registers, s.special, s.constants = (state.address_of(b) for b in self.bases)
@@ -234,6 +236,16 @@ class NativeWarp(Warp):
             dtype = KIND_DTYPE[base]
             memory[at : at + 32 * dtype.itemsize].view(dtype)[...] = value.astype(dtype)
         return memory
+
+    def new_registers(self) -> state.RegisterFile:
+        """Registers by number, over one piece of memory."""
+        native = self.machine.native
+        translation = native.translation
+        self.memory = state.aligned(translation.register_bytes)
+        self.memory[:] = native.poison
+        return state.RegisterFile(
+            self.memory, translation.register_offsets, self.machine.program.storage
+        )
 
     # -- operands
 
