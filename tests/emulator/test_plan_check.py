@@ -64,6 +64,7 @@ def compare(text: str, knobs: str) -> tuple[EmulatedCall, list[Mismatch]]:
     [
         ("d128_dv128_bf16", "tile_m=128,tile_n=128,ping_pong=true"),
         ("d64_dv64_bf16", "tile_m=192,tile_n=128,ping_pong=false,exp2_share=0.25,rescale_threshold=8"),
+        ("d128_dv128_bf16", "tile_m=128,tile_n=80,p_in_registers=false,scheduler=single"),
         ("d64_dv64_fp16", "tile_m=64,tile_n=64,overlap=false,ping_pong=false,scheduler=single"),
     ],
 )

@@ -67,7 +67,7 @@ def test_exact_arithmetic_is_bit_equal_to_the_gpu(name: str, late: int | None) -
 @pytest.mark.parametrize("name", _cases("gaussian"))
 def test_rounding_arithmetic_agrees_to_the_last_place(name: str) -> None:
     out, lse = _emulated(name, None)
-    # The polynomial is not continuous where its argument crosses an integer: 8.8e-5 of the element's weight. The
+    # The polynomial is not continuous where its argument crosses an integer: 8.8e-5 of that weight. The
     # GPU sums products in another order, so a score next to an integer may fall on the other side of it.
     bound = 1e-5 if "exp2_share=0," in name else 3e-5
     assert (lse - _recorded()[f"{name}.lse"]).abs().max() <= bound

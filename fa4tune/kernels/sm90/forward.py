@@ -600,7 +600,8 @@ class ForwardSm90:
         regs.p[pair] = pack_pair(regs.s[2 * pair], regs.s[2 * pair + 1], self.dtype)
         if const_expr(regs.p_store is not None and pair % 4 == 3):
             copy, source, destination = regs.p_store
-            cute.copy(copy, source[None, None, pair // 4], destination[None, None, pair // 4])
+            step = (None, pair // 4), None, None  # an atom's values and, in the same mode, the K steps
+            cute.copy(copy, source[step], destination[step])
 
     @cute.jit
     def rescale(self, o: cute.Tensor, factors: cute.Tensor) -> None:
