@@ -23,6 +23,8 @@ F4, F8, U2, U4, U8, I2, I4, I8 = (
 _TINY = np.float32(2.0**-126)
 _HALF_ULP = np.int64(-(1 << 63))  # the low 29 bits 10...0 of a float64, shifted to the top
 _SHIFT35 = np.int64(35)
+_BELOW_HALF_ULP = np.uint64((1 << 28) - 64)  # in units of float64
+_WIDTH_OF_DOUBT = np.uint64(128 << 35)
 _INF = np.float32(np.inf)
 
 
@@ -258,13 +260,23 @@ def f64_to_f16(s: Array) -> Array:
 
 
 def ex2(x: Array) -> Array:
-    """``2**x`` in float32 (PTX allows 2 ulp); results below the normal range are kept."""
-    return np.exp2(x.astype(F8)).astype(F4)
+    """``2**x`` in float32, correctly rounded (PTX allows 2 ulp), so that any implementation has its bits.
+
+    Float64 decides unless its result is within 64 units of half way between two float32, or subnormal, where
+    the grid is coarser; then the extended type does.
+    """
+    s = np.exp2(x.astype(F8))
+    r = s.astype(F4)
+    near = np.left_shift(s.view(U8) - _BELOW_HALF_ULP, _SHIFT35.astype(U8)) < _WIDTH_OF_DOUBT
+    doubt = near | ((x < -126) & (x > -152))
+    if b"\x01" in doubt.tobytes():
+        r[doubt] = np.exp2(x[doubt].astype(np.longdouble)).astype(F4)
+    return r
 
 
 def ex2_ftz(x: Array) -> Array:
     """``2**x`` with subnormal results flushed."""
-    r = np.exp2(x.astype(F8)).astype(F4)
+    r = ex2(x)
     return np.multiply(r, r >= _TINY) if b"\x01" in (x < -126).tobytes() else r
 
 
