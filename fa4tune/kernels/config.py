@@ -16,6 +16,9 @@ MAX_CTA_REGISTERS = 65536
 SCHEDULERS = ("single", "persistent", "lpt")
 """One tile a CTA; a static persistent loop; longest tile first with heads in L2-sized sections."""
 
+KERNEL_VERSIONS = {"sm90_fwd": 2, "sm100_fwd": 1}
+"""Raised by hand when tuned numbers of a kernel family stop being comparable with those of earlier ones."""
+
 SHARE_STEP = 1 / 16
 """Emulated shares of exponentials are multiples of this."""
 

@@ -6,11 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fa4tune.errors import ConfigError
-from fa4tune.kernels.config import CONFIGS, KernelConfig
+from fa4tune.kernels.config import CONFIGS, KERNEL_VERSIONS, KernelConfig
 from fa4tune.problem import AttentionProblem
-
-KERNEL_VERSIONS = {"sm90_fwd": 1, "sm100_fwd": 1}
-"""Raised by hand when tuned numbers of a kernel stop being comparable with those of earlier ones."""
 
 KERNEL_MODULES = {
     "sm90_fwd": "fa4tune.kernels.sm90.forward",
@@ -88,7 +85,7 @@ class KernelClass:
 
     @property
     def version(self) -> int:
-        """Version of the kernel, of :data:`KERNEL_VERSIONS`."""
+        """Version of the kernel, of :data:`fa4tune.kernels.config.KERNEL_VERSIONS`."""
         return KERNEL_VERSIONS[self.family]
 
     @property

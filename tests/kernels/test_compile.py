@@ -161,7 +161,7 @@ def test_key_depends_on_config_version_and_module(
         compiling.object_key(_class(), "fa4tune.kernels.config"),
     }
     monkeypatch.setitem(
-        importlib.import_module("fa4tune.kernels.kernel_class").KERNEL_VERSIONS, "sm90_fwd", 99
+        importlib.import_module("fa4tune.kernels.config").KERNEL_VERSIONS, "sm90_fwd", 99
     )
     keys.add(compiling.object_key(_class(), MODULE))
     assert len(keys) == 4

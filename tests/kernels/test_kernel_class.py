@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from fa4tune.errors import ConfigError
-from fa4tune.kernels.config import CONFIGS, default_config
-from fa4tune.kernels.kernel_class import KERNEL_MODULES, KERNEL_VERSIONS, KernelClass
+from fa4tune.kernels.config import CONFIGS, KERNEL_VERSIONS, default_config
+from fa4tune.kernels.kernel_class import KERNEL_MODULES, KernelClass
 from fa4tune.problem import AttentionProblem
 
 PROBLEMS = [

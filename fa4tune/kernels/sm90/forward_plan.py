@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from fa4tune.errors import ConfigError, InfeasibleError
 from fa4tune.hardware.gpu import Gpu
-from fa4tune.kernels.config import MAX_CTA_REGISTERS, SM90ForwardConfig
+from fa4tune.kernels.config import KERNEL_VERSIONS, MAX_CTA_REGISTERS, SM90ForwardConfig
 from fa4tune.kernels.exp2 import SHARE_DENOMINATOR, emulated_columns
 from fa4tune.kernels.plan import (
     Barrier,
@@ -34,9 +34,6 @@ from fa4tune.kernels.plan import (
 )
 from fa4tune.kernels.tiles import Trips, ceil_div
 from fa4tune.problem import AttentionProblem
-
-VERSION = 1
-"""Raised by hand when tuned numbers of this kernel stop being comparable."""
 
 ROWS = 64
 """Query rows of a warpgroup: the M of wgmma."""
@@ -196,7 +193,7 @@ def build_plan(problem: AttentionProblem, config: SM90ForwardConfig, gpu: Gpu) -
     mma, producer = config.registers
     return KernelPlan(
         name=config.family,
-        version=VERSION,
+        version=KERNEL_VERSIONS["sm90_fwd"],
         problem=problem,
         config=config,
         buffers=buffers,
