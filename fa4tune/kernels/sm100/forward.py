@@ -537,7 +537,10 @@ class ForwardSm100(TileWalk):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(bars["scale_full"] + barrier)
             scales += 1
-        minus = -finite * scale_log2
+        # An ulp or two above, so that the argument of the maximum itself does not round to just below 0,
+        # where a polynomial is worst: its error would fall on the key with the most weight.
+        below, above = scale_log2 * Float32(2.0**-23 - 1.0), scale_log2 * Float32(-1.0 - 2.0**-23)
+        minus = finite * (below if finite > Float32(0.0) else above)
         row_sum = self.exponentials(
             s, address, scale_log2, minus, row_sum * factor, bars, slot, thread, visible, masked
         )

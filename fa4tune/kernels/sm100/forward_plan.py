@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from fa4tune.errors import ConfigError, InfeasibleError
 from fa4tune.hardware.gpu import Gpu
-from fa4tune.kernels.config import MAX_CTA_REGISTERS, SM100ForwardConfig
+from fa4tune.kernels.config import KERNEL_VERSIONS, MAX_CTA_REGISTERS, SM100ForwardConfig
 from fa4tune.kernels.exp2 import SHARE_DENOMINATOR, emulated_columns
 from fa4tune.kernels.plan import (
     Barrier,
@@ -36,9 +36,6 @@ from fa4tune.kernels.plan import (
     Work,
 )
 from fa4tune.problem import AttentionProblem
-
-VERSION = 1
-"""Raised by hand when tuned numbers of this kernel stop being comparable."""
 
 TILE_M = 128
 """Query rows of one MMA accumulator: the lanes of TMEM."""
@@ -140,7 +137,7 @@ def build_plan(problem: AttentionProblem, config: SM100ForwardConfig, gpu: Gpu) 
     prologue, loop, epilogue = _operations(shape)
     return KernelPlan(
         name=config.family,
-        version=VERSION,
+        version=KERNEL_VERSIONS["sm100_fwd"],
         problem=problem,
         config=config,
         buffers=_buffers(shape, smem),
@@ -565,8 +562,9 @@ def _finish_operations(shape: Shape, q: int) -> list[Operation]:
     operations = [
         Operation(
             f"finish{q}", f"softmax{q}", Unit.ISSUE,
+            # a reciprocal and a logarithm
             Work(
-                smem_generic_bytes=4 * rows, global_write_bytes=4 * rows, fma=2 * rows,
+                smem_generic_bytes=4 * rows, global_write_bytes=4 * rows, fma=2 * rows, exp=2 * rows,
                 issue=WARPS * 16,
             ),
             signals=("sum_full",) * WARPS,

@@ -9,6 +9,7 @@ import pytest
 from fa4tune.emulator.attention import emulate_forward
 from fa4tune.emulator.barriers import TraceEvent
 from fa4tune.emulator.machine import Result
+from fa4tune.emulator.plan_check import check_counts
 from fa4tune.hardware.gpu import load_gpu
 from fa4tune.kernels.config import SM100ForwardConfig, default_config
 from fa4tune.kernels.plan import KernelPlan, Work
@@ -57,7 +58,7 @@ def executed_work(result: Result, plan: KernelPlan) -> dict[str, Work]:
             smem_generic_bytes=warp.bytes["smem_read"] + warp.bytes["smem_write"],
             tmem_load_bytes=warp.bytes["tmem_read"],
             tmem_store_bytes=warp.bytes["tmem_write"],
-            exp=warp.exponentials["mufu"],
+            exp=warp.exponentials["mufu"] + warp.exponentials["mufu_other"],
             exp_emulated=warp.exponentials["polynomial"],
             global_read_bytes=warp.bytes["tma_read"],
             global_write_bytes=warp.bytes["global_write"] + warp.bytes["tma_write"],
@@ -109,6 +110,9 @@ def test_work_and_barriers_of_a_tile_are_the_plans(case: str) -> None:
         assert call.passed
         (result,) = call.results
         executed = executed_work(result, plan)
+        assert result.counters is not None
+        tile = {role.name: (trips, 0) for role in plan.roles}
+        assert check_counts(plan, result.counters, [tile]) == []
         assert result.trace is not None
         assert executed_barriers(result.trace, plan) == expected_barriers
 
