@@ -1,4 +1,4 @@
-"""One measurement campaign: 26 configs of the Hopper forward on each of 28 shapes, good configs and bad.
+"""One measurement campaign: 28 configs of the Hopper forward on each of 30 shapes, good configs and bad.
 
 The records are what the model is fitted to (half of the shapes) and judged on (the other half). Lengths are
 runtime arguments, so the configs of a (head dim, mask) share their compiled objects over all its shapes.
@@ -6,6 +6,7 @@ runtime arguments, so the configs of a (head dim, mask) share their compiled obj
     python studies/campaign.py export DIR [--part 1/2]   compile, and write a bundle to measure elsewhere
     python DIR/measure.py --out OUT                      on the GPU host, a few minutes a part
     python studies/campaign.py import OUT                append the trials to studies/data/campaign.jsonl
+    fa4tune search --import OUT --table DIR              and, as any bundle, the winners to a table
     python studies/campaign.py summary                   what the file holds
 """
 
@@ -31,9 +32,12 @@ from fa4tune.search.space import diverse, random_feasible
 from fa4tune.search.transfer import export, load_results
 
 DATA = Path(__file__).parent / "data" / "campaign.jsonl"
-CONFIGS_A_CLASS = 26
+CONFIGS_A_CLASS = 28
 GOOD = 14
-"""Configs of a class from the model's ranking, the default among them; the others are drawn at random."""
+"""Configs of a class from the model's ranking; the others are the default, winners of searches, and random."""
+
+WINNERS = 4
+"""Fastest configs of a recorded search of the class that every shape tries too."""
 
 # batch, heads, kv_heads by sequence length: about 16k tokens, hidden size 2048, grouped heads at two lengths
 SHAPES = {
@@ -56,6 +60,8 @@ def shapes(head_dim: int, mask: str) -> list[AttentionProblem]:
         found.append(
             AttentionProblem(batch, heads, heads // group, seqlen, seqlen, head_dim, head_dim, "bf16", mask)
         )
+    if head_dim == 128:  # grouped heads as a model of 8 billion parameters has them
+        found.insert(-2, AttentionProblem(1, 32, 8, 8192, 8192, 128, 128, "bf16", mask))
     return found
 
 
@@ -71,14 +77,19 @@ def held_out(problem: AttentionProblem) -> bool:
 
 
 def configs(head_dim: int, mask: str, gpu: Gpu) -> list[KernelConfig]:
-    """The configs of one class: the default, the model's diverse best, and random feasible ones.
+    """The configs of one class: the default, winners of searches, the model's diverse best, random feasible ones.
 
     Random ones are drawn by a fixed seed from all feasible configs, so bad ones are among them.
     """
     problem = next(p for p in shapes(head_dim, mask) if p.seqlen_q == 4096)
-    default = default_config(problem, gpu.arch)
-    good = diverse(rank_space(problem, gpu), GOOD - 1, taken=[default])
-    chosen = [default, *(entry.config for entry in good)]
+    chosen = [default_config(problem, gpu.arch)]
+    measured = [t for path in (DATA.parent / "search").glob(f"{problem}-*.jsonl") for t in read_trials(path)]
+    measured = sorted((t for t in measured if t.median_us), key=lambda t: t.median_us or 0.0)
+    for trial in measured[:WINNERS]:
+        config = type(chosen[0]).from_dict(trial.config)
+        if config not in chosen:
+            chosen.append(config)
+    chosen += [entry.config for entry in diverse(rank_space(problem, gpu), GOOD, taken=chosen)]
     rng = random.Random(f"{head_dim} {mask}")
     while len(chosen) < CONFIGS_A_CLASS:
         drawn = random_feasible(problem, gpu, rng)
@@ -94,7 +105,7 @@ def write_bundle(directory: Path, part: int, parts: int, gpu: Gpu) -> None:
         wanted = configs(head_dim, mask, gpu)
         own = shapes(head_dim, mask)
         choices = [Choice(c, "campaign" if i else "default", None) for i, c in enumerate(wanted)]
-        kernels, failed = build(own[3], gpu, choices)
+        kernels, failed = build(own[0], gpu, choices)
         for trial in failed:
             print(f"d{head_dim} {mask}: {trial.outcome}: {trial.reason}", file=sys.stderr)
         for problem in own[part - 1 :: parts]:
@@ -110,8 +121,7 @@ def write_bundle(directory: Path, part: int, parts: int, gpu: Gpu) -> None:
                 for item in kernels
             ]
         print(f"d{head_dim} {mask}: {len(kernels)} configs", file=sys.stderr)
-    # one comparison a shape is enough here: nothing is written to a table, so there is no duel
-    written = export(directory, gpu, built, settings=Settings(rounds=11, duel_rounds=0), note=print)
+    written = export(directory, gpu, built, settings=Settings(rounds=11, duel_rounds=20), note=print)
     print(
         f"{written.directory}: {sum(written.candidates.values())} measurements, {written.size / 1e6:.1f} MB"
     )
@@ -119,15 +129,19 @@ def write_bundle(directory: Path, part: int, parts: int, gpu: Gpu) -> None:
 
 def take(directory: Path) -> list[Trial]:
     """Append a measured bundle's trials to the campaign's file; trials already there are left out."""
-    known = {(t.problem, str(t.config)) for t in read_trials(DATA)} if DATA.exists() else set()
+    known = {_identity(t) for t in read_trials(DATA)} if DATA.exists() else set()
     trials = [
         trial
         for result in load_results(directory).results.values()
         for trial in result.trials
-        if (trial.problem, str(trial.config)) not in known
+        if trial.phase != "duel" and _identity(trial) not in known
     ]
     append_trials(DATA, trials)
     return trials
+
+
+def _identity(trial: Trial) -> tuple[str, str, int]:
+    return trial.problem, str(trial.config), trial.kernel_version
 
 
 def summary() -> None:
