@@ -34,7 +34,7 @@ from fa4tune.search.transfer import export, load_results
 DATA = Path(__file__).parent / "data" / "campaign.jsonl"
 CONFIGS_A_CLASS = 28
 GOOD = 14
-"""Configs of a class from the model's ranking; the others are the default, winners of searches, and random."""
+"""Configs of a class from the model's ranking; also the default, winners of searches, and random ones."""
 
 WINNERS = 4
 """Fastest configs of a recorded search of the class that every shape tries too."""
@@ -77,7 +77,7 @@ def held_out(problem: AttentionProblem) -> bool:
 
 
 def configs(head_dim: int, mask: str, gpu: Gpu) -> list[KernelConfig]:
-    """The configs of one class: the default, winners of searches, the model's diverse best, random feasible ones.
+    """The configs of one class: default, winners of searches, the model's diverse best, random feasible ones.
 
     Random ones are drawn by a fixed seed from all feasible configs, so bad ones are among them.
     """
