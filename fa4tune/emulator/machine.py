@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import traceback
 from collections import deque
@@ -358,8 +359,9 @@ def load(ptx: str, entry: str) -> tuple[Module, Compiler]:
     return found
 
 
-def _machine(backend: str, module: Module, compiler: Compiler, launch: Launch, **options: Any) -> Machine:
+def _machine(backend: str | None, module: Module, compiler: Compiler, launch: Launch, **options: Any) -> Machine:
     """A machine over one of the back-ends."""
+    backend = backend or os.environ.get("FA4TUNE_EMULATOR", "auto")
     if backend not in BACKENDS:
         raise EmulationError(f"there is no back-end {backend!r}; choose one of {', '.join(BACKENDS)}")
     if backend != "plain":
@@ -379,7 +381,7 @@ def run(
     counters: bool = False,
     trace: bool = False,
     progress: Progress | None = None,
-    backend: str = "plain",
+    backend: str | None = None,
 ) -> Result:
     """Execute one kernel launch on the CPU. Buffers of the launch are read and written in place.
 
@@ -392,7 +394,8 @@ def run(
         trace: record every arrival and every wait at every barrier.
         progress: called with (clusters done, clusters in all).
         backend: ``native`` code through LLVM and a C compiler, the ``plain`` NumPy code, whose results are
-            the same bits, or ``auto``: native where it can be had.
+            the same bits, or ``auto``: native where it can be had. None: what the environment variable
+            ``FA4TUNE_EMULATOR`` says, else ``auto``.
 
     Returns:
         findings, counters and trace. A kernel that hangs or faults gives a finding, not an exception.
