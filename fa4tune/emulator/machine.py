@@ -7,6 +7,7 @@ import random
 import traceback
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +72,7 @@ class Result:
         warp_instructions: executed instructions, counted per warp.
         counters: per CTA and warp, if asked for.
         trace: barrier events in execution order, if asked for.
+        matrix_seconds: CPU time inside matrix products; only native code measures it.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -78,6 +80,7 @@ class Result:
     warp_instructions: int = 0
     counters: Counters | None = None
     trace: list[TraceEvent] | None = None
+    matrix_seconds: float = 0.0
 
     @property
     def errors(self) -> list[Finding]:
@@ -204,6 +207,7 @@ class Machine:
         self.symbols, self.smem_bytes = self._lay_out_shared()
         self.progress = 0
         self.steps = 0
+        self.matrix_seconds = 0.0
         self.stamp = 1
         self.current: tuple[Instruction | None, Any] = (None, None)
         self.findings: list[Finding] = []
@@ -219,6 +223,10 @@ class Machine:
     def new_cluster(self, first: tuple[int, int, int]) -> Cluster:
         """The cluster whose first CTA has this position, about to run."""
         return Cluster(self, first)
+
+    def session(self) -> AbstractContextManager[None]:
+        """What surrounds the run of all clusters."""
+        return nullcontext()
 
     def run_cluster(self, cluster: Cluster) -> bool:
         """Run a cluster to its end; False if an error stopped it."""
@@ -410,7 +418,7 @@ def run(
     gx, gy, gz = (g // c for g, c in zip(launch.grid, shape, strict=True))
     total = gx * gy * gz
     counted: list[WarpCounters] = []
-    with np.errstate(all="ignore"), single_thread():
+    with np.errstate(all="ignore"), single_thread(), machine.session():
         for number in range(total):
             first = (
                 number % gx * shape[0],
@@ -428,6 +436,7 @@ def run(
         else:
             result.completed = True
     result.warp_instructions = machine.steps
+    result.matrix_seconds = machine.matrix_seconds
     if counters:
         result.counters = Counters(counted)
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +28,75 @@ _REGISTER_POISON = {
     "q": np.full(32, 0xFFFFFFFFFFFFFFFF, np.uint64),
     "x": np.full((2, 32), 0xFFFFFFFF, np.uint32).view(np.float32),
 }
+
+
+_LANES = np.arange(32, dtype=np.uint32)
+_ONE, _TWO = np.uint32(1), np.uint32(2)
+
+
+def _linear(w: Warp) -> Array:
+    """Thread numbers in the CTA."""
+    return _LANES + np.uint32(32 * w.index)
+
+
+def _extent(w: Warp, i: int) -> np.uint32:
+    return np.uint32(w.machine.launch.block[i])
+
+
+#: Special registers: one number for all lanes, or a number a lane.
+_SPECIAL: dict[str, Callable[[Warp], Any]] = {
+    "%tid.x": lambda w: _linear(w) % _extent(w, 0),
+    "%tid.y": lambda w: _linear(w) // _extent(w, 0) % _extent(w, 1),
+    "%tid.z": lambda w: _linear(w) // (_extent(w, 0) * _extent(w, 1)),
+    "%laneid": lambda w: _LANES,
+    "%warpid": lambda w: w.index,
+    "%nwarpid": lambda w: -(-w.cta.thread_count // 32),
+    "%smid": lambda w: w.cta.number % 148,
+    "%nsmid": lambda w: 148,
+    "%gridid": lambda w: 1,
+    "%cluster_ctarank": lambda w: w.cta.rank,
+    "%cluster_nctarank": lambda w: w.cluster.size,
+    "%is_explicit_cluster": lambda w: np.full(32, w.cluster.size > 1),
+    "%lanemask_eq": lambda w: _ONE << _LANES,
+    "%lanemask_lt": lambda w: (_ONE << _LANES) - _ONE,
+    "%lanemask_le": lambda w: (_TWO << _LANES) - _ONE,
+    "%lanemask_gt": lambda w: ~((_TWO << _LANES) - _ONE),
+    "%lanemask_ge": lambda w: ~((_ONE << _LANES) - _ONE),
+    "%dynamic_smem_size": lambda w: w.machine.launch.smem_bytes,
+    "%total_smem_size": lambda w: w.machine.smem_bytes,
+    "%clock": lambda w: 0,
+    "%clock_hi": lambda w: 0,
+    "%globaltimer_lo": lambda w: 0,
+    "%globaltimer_hi": lambda w: 0,
+}
+#: Those with an axis; i is its number.
+_SPECIAL_AXIS: dict[str, Callable[[Warp, int], int]] = {
+    "%ntid": lambda w, i: w.machine.launch.block[i],
+    "%ctaid": lambda w, i: w.cta.position[i],
+    "%nctaid": lambda w, i: w.machine.launch.grid[i],
+    "%clusterid": lambda w, i: w.cta.position[i] // w.machine.cluster_shape[i],
+    "%nclusterid": lambda w, i: w.machine.launch.grid[i] // w.machine.cluster_shape[i],
+    "%cluster_ctaid": lambda w, i: w.cta.position[i] % w.machine.cluster_shape[i],
+    "%cluster_nctaid": lambda w, i: w.machine.cluster_shape[i],
+}
+
+
+class _Specials(dict[str, Array]):
+    """A warp's special registers, each computed when it is first read."""
+
+    def __init__(self, warp: Warp) -> None:
+        super().__init__()
+        self.warp = warp
+
+    def __missing__(self, name: str) -> Array:
+        stem, _, axis = name.partition(".")
+        if stem in _SPECIAL_AXIS and axis in ("x", "y", "z"):
+            value: Any = _SPECIAL_AXIS[stem](self.warp, "xyz".index(axis))
+        else:
+            value = _SPECIAL[name](self.warp)
+        found: Array = value if isinstance(value, np.ndarray) else np.full(32, value, U4)
+        self[name] = found
+        return found
 
 
 class BulkGroups:
@@ -78,7 +148,8 @@ class Warp:
         self.bytes: dict[str, int] = {}
         self.events: dict[Any, int] = {}
         self.steps = 0
-        self.special = self._specials(index)
+        self.special = _Specials(self)
+        self.threads = min(32, cta.thread_count - index * 32)
         if self.threads < 32:
             self.alive = np.arange(32) < self.threads
             self.mask = self.alive.copy()
@@ -91,52 +162,6 @@ class Warp:
     def label(self) -> str:
         """Who this is, for reports."""
         return f"cta {self.cta.label} warp {self.index}"
-
-    def _specials(self, index: int) -> dict[str, Array]:
-        machine, cta = self.machine, self.cta
-        bx, by, bz = machine.launch.block
-        linear = np.arange(index * 32, index * 32 + 32, dtype=np.uint32)
-        self.threads = min(32, bx * by * bz - index * 32)
-
-        def same(value: int) -> Array:
-            return np.full(32, value, U4)
-
-        lane = np.arange(32, dtype=np.uint32)
-        out = {
-            "%tid.x": linear % np.uint32(bx),
-            "%tid.y": linear // np.uint32(bx) % np.uint32(by),
-            "%tid.z": linear // np.uint32(bx * by),
-            "%laneid": lane,
-            "%warpid": same(index),
-            "%nwarpid": same(len(cta.warps) or -(-bx * by * bz // 32)),
-            "%smid": same(cta.number % 148),
-            "%nsmid": same(148),
-            "%gridid": same(1),
-            "%cluster_ctarank": same(cta.rank),
-            "%cluster_nctarank": same(self.cluster.size),
-            "%is_explicit_cluster": np.full(32, self.cluster.size > 1),
-            "%lanemask_eq": np.uint32(1) << lane,
-            "%lanemask_lt": (np.uint32(1) << lane) - np.uint32(1),
-            "%lanemask_le": (np.uint32(2) << lane) - np.uint32(1),
-            "%lanemask_gt": ~((np.uint32(2) << lane) - np.uint32(1)),
-            "%lanemask_ge": ~((np.uint32(1) << lane) - np.uint32(1)),
-            "%dynamic_smem_size": same(machine.launch.smem_bytes),
-            "%total_smem_size": same(machine.smem_bytes),
-            "%clock": same(0),
-            "%clock_hi": same(0),
-            "%globaltimer_lo": same(0),
-            "%globaltimer_hi": same(0),
-        }
-        cx, cy, cz = machine.cluster_shape
-        for i, axis in enumerate("xyz"):
-            out[f"%ntid.{axis}"] = same(machine.launch.block[i])
-            out[f"%ctaid.{axis}"] = same(cta.position[i])
-            out[f"%nctaid.{axis}"] = same(machine.launch.grid[i])
-            out[f"%clusterid.{axis}"] = same(cta.position[i] // machine.cluster_shape[i])
-            out[f"%nclusterid.{axis}"] = same(machine.launch.grid[i] // machine.cluster_shape[i])
-            out[f"%cluster_ctaid.{axis}"] = same(cta.position[i] % machine.cluster_shape[i])
-            out[f"%cluster_nctaid.{axis}"] = same((cx, cy, cz)[i])
-        return out
 
     def special64(self, name: str) -> Array:
         """A 64-bit special register (the clocks count executed instructions)."""

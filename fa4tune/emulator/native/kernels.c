@@ -339,21 +339,20 @@ static void ex2(float *y, const float *x) {
         1.0, 0.69314718055994530942, 0.24022650695910071233, 0.055504108664821579953,
         0.009618129107628477162, 0.0013333558146428443423, 0.00015403530393381609954,
         0.00001525273380405984028, 1.3215486790144309488e-6, 1.0178086009239699727e-7,
-        7.0549116208011233299e-9, 4.4455382718708114976e-10, 2.5678435993488205142e-11,
-        1.3691488853904128881e-12,
+        7.0549116208011233299e-9, 4.4455382718708114976e-10,
     };
     double r[32];
     l doubtful = 0;
     LANES {
         double v = x[i] < -200.0f ? -200.0 : x[i] > 200.0f ? 200.0 : (double)x[i];
-        double k = rint(v), f = v - k, p = c[13];
-        for (int n = 12; n >= 0; n--) p = __builtin_fma(p, f, c[n]);
+        double k = rint(v), f = v - k, p = c[11];
+        for (int n = 10; n >= 0; n--) p = __builtin_fma(p, f, c[n]);
         l word;
         memcpy(&word, &p, 8);
         word += (l)k << 52;
         memcpy(&r[i], &word, 8);
         l low = (word & 0x1FFFFFFF) - 0x10000000;
-        doubtful |= (low < 64 && low > -64) | (r[i] < 0x1p-126 && r[i] > 0x1p-152);
+        doubtful |= (low < 512 && low > -512) | (r[i] < 0x1p-126 && r[i] > 0x1p-152);
     }
     if (!doubtful) {
         LANES y[i] = x[i] != x[i] ? x[i] : (float)r[i];
@@ -363,7 +362,7 @@ static void ex2(float *y, const float *x) {
         l word;
         memcpy(&word, &r[i], 8);
         l low = (word & 0x1FFFFFFF) - 0x10000000;
-        int bad = (low < 64 && low > -64) || (r[i] < 0x1p-126 && r[i] > 0x1p-152);
+        int bad = (low < 512 && low > -512) || (r[i] < 0x1p-126 && r[i] > 0x1p-152);
         y[i] = x[i] != x[i] ? x[i] : bad ? exact_ex2(x[i]) : (float)r[i];
     }
 }

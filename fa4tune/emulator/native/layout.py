@@ -93,6 +93,7 @@ class MachineState(ctypes.Structure):
         ("blocks", c_int32),
         ("operations", c_void_p),
         ("gemm", c_void_p),
+        ("matrix_ns", c_int64),
     ]
 
 

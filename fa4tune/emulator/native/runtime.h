@@ -70,6 +70,7 @@ typedef struct {
     int32_t blocks;
     const OperationInfo *operations;
     void *gemm;  /* cblas_sgemm of NumPy's own BLAS, or null */
+    int64_t matrix_ns;  /* CPU time spent in it */
 } Machine;
 
 typedef struct {

@@ -6,6 +6,7 @@
  */
 
 #include <stdlib.h>
+#include <time.h>
 
 #include "runtime.h"
 
@@ -177,10 +178,18 @@ void fa_free_operands(Cta *cta) {
 typedef void (*Sgemm)(int, int, int, int64_t, int64_t, int64_t, float, const float *, int64_t, const float *,
                       int64_t, float, float *, int64_t);
 
+static int64_t cpu_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
 /* product[m][n] = a[m][k] b[n][k]^T */
-static void multiply(const Machine *machine, const float *a, const float *b, float *product, int64_t m, int64_t n,
+static void multiply(Machine *machine, const float *a, const float *b, float *product, int64_t m, int64_t n,
                      int64_t k) {
+    int64_t start = cpu_ns();
     ((Sgemm)machine->gemm)(101, 111, 112, m, n, k, 1.0f, a, k, b, k, 0.0f, product, n);
+    machine->matrix_ns += cpu_ns() - start;
 }
 
 static void count_mma(Warp *w, int32_t mode, int32_t m, int32_t n) {
