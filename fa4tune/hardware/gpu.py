@@ -36,12 +36,13 @@ class Gpu:
     ``clock_mhz`` is the clock under attention load, ``max_clock_mhz`` the highest. ``arch`` is the compile
     target. ``l2_bytes_per_clk`` is an SM's share of L2 bandwidth, ``hbm_gbytes_per_s`` the whole GPU's.
 
-    Latencies are cycles (``..._clk``): ``mma_latency_clk`` from the end of a matrix operation's last pass to
-    its reader, ``barrier_latency_clk`` from an arrival to the waiting warp's next instruction,
+    Latencies are cycles (``..._clk``): ``mma_start_clk`` of tensor cores that fill up when another group of
+    matrix instructions starts, ``mma_latency_clk`` from the end of a matrix operation's last pass to its
+    reader, ``barrier_latency_clk`` from an arrival to the waiting warp's next instruction,
     ``copy_latency_clk`` of a bulk copy that hits L2 and ``copy_miss_clk`` what a miss adds,
     ``tmem_latency_clk`` of a tensor-memory load, ``arithmetic_latency_clk`` the drain of a section of
     arithmetic (reductions across lanes included). ``tile_overhead_clk`` is what a tile costs beside its
-    operations.
+    operations, ``cta_start_clk`` what a CTA's start and end cost.
 
     ``warp_issue_per_clk`` is what one warp alone issues in a section of dependent arithmetic; ``exp_overlap``
     the part of the shorter of its exponentials and its other instructions that hides under the longer;
@@ -80,6 +81,7 @@ class Gpu:
     hbm_bytes: int
     hbm_gbytes_per_s: float
     launch_us: float
+    mma_start_clk: float
     mma_latency_clk: float
     barrier_latency_clk: float
     copy_latency_clk: float
@@ -91,6 +93,7 @@ class Gpu:
     contention: float
     smem_conflict: float
     tile_overhead_clk: float
+    cta_start_clk: float
     hbm_efficiency: float
     active_watts: float
     tensor_watts: float

@@ -40,16 +40,17 @@ CONSTANTS = (
     Constant("exp_overlap", 0.0, 1.0, "none or all of the shorter part hides"),
     Constant("warp_issue_per_clk", 0.2, 1.0, "one chain of 5 cycles, or no waiting at all"),
     Constant(
-        "smem_conflict", 0.0, 1.5, "operand reads never wait, or wait for more than the copies' own cycles"
+        "mma_start_clk", 0.0, 80.0, "from products that follow without a gap to a lone one's whole latency"
     ),
     Constant("mma_latency_clk", 5.0, 100.0, "pipeline drain of a matrix instruction"),
-    Constant("barrier_latency_clk", 5.0, 100.0, "from nothing seen to three SMEM round trips"),
     Constant("arithmetic_latency_clk", 5.0, 120.0, "from one pipeline drain to reductions over four lanes"),
-    Constant("copy_latency_clk", 300.0, 1500.0, "from an L2 hit to a loaded memory system"),
     Constant("tile_overhead_clk", 0.0, 3000.0, "from nothing to a cold restart of the pipeline"),
-    Constant("launch_us", 0.5, 8.0, "launch and drain of a kernel"),
+    Constant(
+        "cta_start_clk", 0.0, 6000.0, "from nothing to three microseconds of block scheduling and draining"
+    ),
+    Constant("launch_us", 0.5, 8.0, "launch, cold caches and drain of a kernel"),
     Constant("active_watts", 200.0, 900.0, "power of busy SMs at the highest clock"),
-    Constant("tensor_watts", 200.0, 1200.0, "what busy tensor cores add there"),
+    Constant("tensor_watts", 200.0, 1400.0, "what busy tensor cores add there"),
 )
 """All that is ever fitted."""
 

@@ -34,10 +34,12 @@ from fa4tune.model.timing import UNITS, Duration, Rates
 _FULL, _REMOTE, _SERVICE, _ISSUE = range(4)
 """What an arc's weight is: the source's whole time, that and a barrier, its hold on the unit, its issue."""
 
-TENSOR, SECTION, TMEM = range(3)
-"""Stations at which roles meet: tensor cores, warp schedulers with the pipes behind them, tensor memory."""
+TENSOR, SECTION, TMEM, TURNS = range(4)
+"""Stations at which roles meet: tensor cores, warp schedulers with the pipes behind them, tensor memory; and
+again the tensor cores for work that an order between roles lets in by turns, which meets only work outside
+such an order."""
 
-_STATIONS = 3
+_STATIONS = 4
 _SMEM = UNITS.index(Unit.SMEM)
 
 
@@ -72,8 +74,8 @@ class Skeleton:
     groups: tuple[str, ...]
     group_of: tuple[int, ...]
     """Role of each operation, as an index into ``groups``."""
-    shared: tuple[bool, ...]
-    """Whether roles meet at a station at random."""
+    turns: tuple[bool, ...]
+    """Whether an order between roles says when an operation has the tensor cores."""
     lags: tuple[int, ...]
     order_owners: tuple[str, ...]
     steps: tuple[Step, ...]
@@ -95,6 +97,10 @@ def _skeleton(
     orders: tuple[Order, ...],
 ) -> Skeleton:
     names = {name: index for index, (name, *_) in enumerate(operations)}
+    used = {name for edge in dependencies for name in (edge.source, edge.target)}
+    used.update(name for order in orders for name in order.operations)
+    if strangers := sorted(used - names.keys()):
+        raise PlanError(f"orders or dependencies name {', '.join(strangers)}, which the loop does not run")
     count = len(operations)
     issue_node = {}
     owners = list(range(count))
@@ -121,7 +127,7 @@ def _skeleton(
         arcs.append((source, begin[target], weight, dependency.distance, why))
         waits[begin[target]].append((source, dependency.distance, remote))
     chain_count = 0
-    shared = [True] * _STATIONS
+    turns = [False] * count
     for number, order in enumerate(orders):
         members = [names[name] for name in order.operations]
         for member in members:
@@ -150,7 +156,8 @@ def _skeleton(
                 in_chains[member].append(chain_count)
             chain_count += 1
             if unit == Unit.TENSOR and len({operations[m][1] for m, _ in chain}) > 1:
-                shared[TENSOR] = False
+                for member, _ in chain:
+                    turns[member] = True
     lags_of = _retime(len(owners), arcs)
     graph = Arcs(
         len(owners),
@@ -211,7 +218,7 @@ def _skeleton(
         owners=tuple(owners),
         groups=groups,
         group_of=tuple(groups.index(role) for _, role, _, _ in operations),
-        shared=tuple(shared),
+        turns=tuple(turns),
         lags=tuple(lags_of),
         order_owners=tuple(order.owner for order in orders),
         steps=tuple(steps),
@@ -296,7 +303,7 @@ class Timed:
     blocked: float
     """Part of the time that SMEM keeps operand reads waiting."""
     tensor_total: float
-    """Tensor cycles an iteration with these waits; the period is no shorter."""
+    """Cycles an iteration that the tensor cores are held, with these waits; the period is no shorter."""
 
     def binding_work(self) -> list[float] | None:
         """Cycles of each operation on the unit whose total is the period, or ``None`` where a cycle is."""
@@ -354,28 +361,31 @@ def solve(
     gpu = rates.gpu
     groups = len(shape.groups)
     totals = [0.0] * len(UNITS)
-    operands = 0.0
+    operands = held = 0.0
     demand = [[0.0] * _STATIONS for _ in range(groups)]
-    for duration, weight, group in zip(durations, weights, shape.group_of, strict=True):
+    turns = shape.turns
+    for index, (duration, weight, group) in enumerate(zip(durations, weights, shape.group_of, strict=True)):
         if weight:
             operands += duration.operands * weight
+            held += duration.tensor * weight
             for unit, cycles in enumerate(duration.units):
                 if cycles:
                     totals[unit] += cycles * weight
             own = demand[group]
-            own[TENSOR] += duration.tensor * weight
+            own[TURNS if turns[index] else TENSOR] += duration.tensor * weight
             own[SECTION] += duration.section * weight
             own[TMEM] += duration.tmem * weight
     if copies > 1:
         totals = [total * copies for total in totals]
         operands *= copies
-    floor = max(totals)
+        held *= copies
+    floor = max(*totals, held)
     conflict = gpu.smem_conflict * max(0.0, totals[_SMEM] - operands)
     meets = [
         station
-        for station in range(_STATIONS)
+        for station in (TENSOR, SECTION, TMEM)
         if gpu.contention
-        and (copies > 1 or (shape.shared[station] and sum(1 for d in demand if d[station]) > 1))
+        and (copies > 1 or sum([1 for d in demand if d[station] or (station == TENSOR and d[TURNS])]) > 1)
     ]
     stretch = [row[:] for row in start.stretch] if start else [[1.0] * _STATIONS for _ in range(groups)]
     core, picks, distances = shape.core, shape.picks, shape.arcs.distances
@@ -395,20 +405,22 @@ def solve(
         for _ in range(20):
             inner = period
             if meets:
-                _share(stretch, demand, period, meets, gpu.contention, copies, shape.shared)
+                _share(stretch, demand, period, meets, gpu.contention, copies)
             blocked = conflict / period
             cycles = fixed
-            for group, (tensor, fed, section, tmem) in along.items():
+            for group, (tensor, fed, section, tmem, turn, turn_fed) in along.items():
                 factors = stretch[group]
                 cycles += (tensor + blocked * fed) * factors[TENSOR]
+                if turn:
+                    cycles += (turn + blocked * turn_fed) * factors[TURNS]
                 cycles += section * factors[SECTION] + tmem * factors[TMEM]
-            period = 0.5 * (inner + max(cycles / turns, floor, totals[TENSOR] + blocked * operands))
+            period = 0.5 * (inner + max(cycles / turns, floor, held + blocked * operands))
             if abs(period - inner) < 1e-4 * period:
                 break
         before = period
         values = _values(shape, durations, weights, stretch, gpu, blocked)
         answer = maximum_cycle_ratio(core, [sum([values[v] for v in pick]) for pick in picks], answer.policy)
-        tensor_total = totals[TENSOR] + blocked * operands
+        tensor_total = held + blocked * operands
         period = max(answer.ratio, floor, tensor_total)
         if abs(period - before) < 3e-4 * period:
             break
@@ -433,7 +445,10 @@ def solve(
 def _along(
     shape: Skeleton, durations: Sequence[Duration], weights: Sequence[float], gpu: Gpu, cycle: Sequence[int]
 ) -> tuple[dict[int, list[float]], float]:
-    """Cycles along ``cycle`` to be stretched (tensor, operands, section, tmem of each role), and the rest."""
+    """Cycles along ``cycle``: what is stretched, by role, and the rest.
+
+    By role: tensor cycles, their operands, section, tensor memory, tensor cycles by turns, their operands.
+    """
     count = len(durations)
     sums: dict[int, list[float]] = {}
     fixed = 0.0
@@ -448,10 +463,11 @@ def _along(
         if not weight:
             continue
         group = shape.group_of[operation]
-        row = sums.setdefault(group, [0.0, 0.0, 0.0, 0.0])
+        row = sums.setdefault(group, [0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
         if duration.asynchronous:
-            row[0] += duration.tensor * weight
-            row[1] += duration.operands * weight
+            at = 4 if shape.turns[operation] else 0
+            row[at] += duration.tensor * weight
+            row[at + 1] += duration.operands * weight
             fixed += (duration.other + (duration.latency if kind != _SERVICE else 0.0)) * weight
         else:
             row[2] += duration.section * weight
@@ -469,27 +485,37 @@ def _share(
     meets: list[int],
     contention: float,
     copies: int,
-    shared: tuple[bool, ...],
 ) -> None:
     """The sharing rule, once around all roles: each one's factor from the others' busy fractions."""
     for station in meets:
         busy = []
         for own, factors in zip(demand, stretch, strict=True):
-            part = own[station] * factors[station] / period
+            part = own[station] * factors[station]
+            if station == TENSOR:
+                part += own[TURNS] * factors[TURNS]
+            part /= period
             busy.append(part if part < 1.0 else 1.0)
         everyone = sum(busy)
-        meets_others = shared[station]
         for group, factors in enumerate(stretch):
-            load = demand[group][station]
-            if not load:
-                continue
-            others = everyone - busy[group] if meets_others else 0.0
-            factor = 1.0 + contention * (others + (copies - 1) * everyone)
-            factors[station] = factor
-            part = load * factor / period
-            part = part if part < 1.0 else 1.0
-            everyone += part - busy[group]
-            busy[group] = part
+            own = demand[group]
+            load = own[station]
+            if load:
+                factors[station] = 1.0 + contention * (everyone - busy[group] + (copies - 1) * everyone)
+                part = load * factors[station]
+                if station == TENSOR:
+                    part += own[TURNS] * factors[TURNS]
+                part /= period
+                part = part if part < 1.0 else 1.0
+                everyone += part - busy[group]
+                busy[group] = part
+        if station == TENSOR:
+            free = [
+                min(1.0, own[TENSOR] * f[TENSOR] / period) for own, f in zip(demand, stretch, strict=True)
+            ]
+            outside = sum(free)
+            for group, factors in enumerate(stretch):
+                if demand[group][TURNS]:
+                    factors[TURNS] = 1.0 + contention * (outside - free[group] + (copies - 1) * everyone)
 
 
 def _values(
@@ -503,10 +529,11 @@ def _values(
     """Full, remote, service and issue cycles of every operation under ``stretch``."""
     full, remote, service, issue = [], [], [], []
     barrier, vote = gpu.barrier_latency_clk, gpu.arithmetic_latency_clk
-    for duration, weight, group in zip(durations, weights, shape.group_of, strict=True):
+    for index, (duration, weight, group) in enumerate(zip(durations, weights, shape.group_of, strict=True)):
         factors = stretch[group]
         if duration.asynchronous:
-            hold = (duration.tensor + blocked * duration.operands) * factors[TENSOR] + duration.other
+            met = factors[TURNS if shape.turns[index] else TENSOR]
+            hold = (duration.tensor + blocked * duration.operands) * met + duration.other
             whole = (hold + duration.latency) * weight
             hold *= weight
         else:

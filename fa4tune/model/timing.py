@@ -33,7 +33,7 @@ class Duration:
     Attributes:
         asynchronous: the unit works on its own once the operation is issued.
         issue: what issuing costs the role.
-        tensor: on the tensor cores.
+        tensor: that it holds the tensor cores, their filling up included.
         operands: of these, while SMEM delivers operands.
         section: of the role's own instructions.
         tmem: of tensor-memory loads and stores that the role waits for.
@@ -125,7 +125,15 @@ def _duration(operation: Operation, warps: int, gpu: Gpu) -> Duration:
             # An operand that SMEM delivers more slowly than the tensor core eats holds the tensor core up.
             operands = work.smem_mma_bytes / gpu.smem_bytes_per_clk
             return Duration(
-                True, issue, max(tensor, operands), operands, 0.0, 0.0, 0.0, gpu.mma_latency_clk, units
+                True,
+                issue,
+                max(tensor, operands) + gpu.mma_start_clk,
+                operands,
+                0.0,
+                0.0,
+                0.0,
+                gpu.mma_latency_clk,
+                units,
             )
         return Duration(True, issue, 0.0, 0.0, 0.0, 0.0, l2, gpu.copy_latency_clk, units)
     # A role of fewer warps than schedulers reaches its share of each unit only.

@@ -19,6 +19,7 @@ def plain_gpu(**changes: float) -> Gpu:
     zero = dict.fromkeys(
         ("mma_latency_clk", "barrier_latency_clk", "arithmetic_latency_clk", "copy_latency_clk"), 0.0
     )
+    zero["mma_start_clk"] = 0.0
     base = {"warp_issue_per_clk": 1.0, "exp_overlap": 1.0, "contention": 1.0, "smem_conflict": 0.0}
     return dataclasses.replace(load_gpu("h200"), **{**zero, **base, **changes})
 
@@ -163,6 +164,26 @@ def test_operations_that_wait_in_a_circle_are_refused() -> None:
     )
     with pytest.raises(PlanError, match="wait for each other"):
         skeleton(loop)
+
+
+def test_order_of_an_unknown_operation_is_refused() -> None:
+    loop = Loop((exponentials("a", "x", 1),), (), (Order("x", ("a", "b")),))
+    with pytest.raises(PlanError, match="name b, which the loop does not run"):
+        skeleton(loop)
+
+
+def test_work_outside_an_order_still_meets_work_inside() -> None:
+    # QK takes turns, PV does not: two roles' PV still delay each other and the other's QK
+    body, dependencies, orders = [], [], []
+    for g in range(2):
+        body += [product(f"qk{g}", f"m{g}", 300), exponentials(f"exp{g}", f"m{g}", 500)]
+        body.append(product(f"pv{g}", f"m{g}", 300))
+        dependencies += [Dependency(f"qk{g}", f"exp{g}"), Dependency(f"pv{g}", f"qk{g}", 1)]
+        orders.append(Order(f"m{g}", (f"qk{g}", f"exp{g}", f"pv{g}")))
+    loop = Loop(tuple(body), tuple(dependencies), (*orders, Order("turn", ("qk0", "qk1"))))
+    timed = solved(loop, plain_gpu())
+    assert timed.period > 300 + 500 + 300
+    assert timed.stretch[0][3] > 1.0
 
 
 def test_rescale_rate_falls_with_threshold_and_length() -> None:
