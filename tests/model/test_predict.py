@@ -139,11 +139,10 @@ def test_clock_keeps_power_at_the_limit() -> None:
     assert clock_mhz(gpu, 1.0, 0.6) > clock_mhz(gpu, 1.0, 0.8)
 
 
-def test_clock_reproduces_the_measured_sag() -> None:
-    # H200 under attention: 1.76 GHz at 60.6% tensor activity (d64), 1.69 GHz at 81.5% (d128)
-    gpu = load_gpu("h200")
-    assert clock_mhz(gpu, 1.0, 0.606) == pytest.approx(1760, rel=0.03)
-    assert clock_mhz(gpu, 1.0, 0.815) == pytest.approx(1690, rel=0.03)
+@pytest.mark.parametrize(("tensor", "measured"), [(0.608, 1782), (0.814, 1701), (0.894, 1642)])
+def test_clock_reproduces_the_measured_sag(tensor: float, measured: float) -> None:
+    # profiler readings of the forward on an H200: tensor activity and SM clock in MHz
+    assert clock_mhz(load_gpu("h200"), 1.0, tensor) == pytest.approx(measured, rel=0.05)
 
 
 def test_causal_costs_about_half_of_full() -> None:
