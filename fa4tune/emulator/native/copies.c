@@ -78,6 +78,11 @@ static void row_to_shared(uint8_t *smem, int64_t at, int64_t inner, int32_t swiz
         if (from) memcpy(row + skip, from, (size_t)bytes);
         from = row;
     }
+    if (128 % inner == 0) { /* the row stays in one line of 128 bytes, whose number decides the swizzle */
+        int64_t flip = swizzled(at, swizzle) ^ at;
+        for (int64_t k = 0; k < inner; k += 16) memcpy(smem + ((at + k) ^ flip), from + k, 16);
+        return;
+    }
     for (int64_t k = 0; k < inner; k += 16) memcpy(smem + swizzled(at + k, swizzle), from + k, 16);
 }
 

@@ -334,37 +334,42 @@ TESTP(subnormal, x < 0x1p-126f && x != 0)
 /* 2**x rounded once: a polynomial in double, and long double where its error could change the rounding. */
 static float exact_ex2(float x) { return (float)exp2l((long double)x); }
 
+/* ln(2)**n / n! */
+#define HORNER(f)                                                                           \
+    STEP(STEP(STEP(STEP(STEP(STEP(STEP(STEP(STEP(STEP(STEP(                                 \
+        4.4455382718708114976e-10, f, 7.0549116208011233299e-9), f, 1.0178086009239699727e-7), \
+        f, 1.3215486790144309488e-6), f, 0.00001525273380405984028), f, 0.00015403530393381609954), \
+        f, 0.0013333558146428443423), f, 0.009618129107628477162), f, 0.055504108664821579953), \
+        f, 0.24022650695910071233), f, 0.69314718055994530942), f, 1.0)
+#define STEP(p, f, c) __builtin_fma(p, f, c)
+
+/* Within 512 units of half way between two floats, or subnormal, where their grid is coarser. */
+static inline int doubtful(l word, float x) {
+    q low = ((q)word & 0x1FFFFFFF) - (0x10000000 - 512);
+    return (low < 1024) | ((x < -126.0f) & (x > -152.0f));
+}
+
 static void ex2(float *y, const float *x) {
-    static const double c[] = { /* ln(2)**n / n! */
-        1.0, 0.69314718055994530942, 0.24022650695910071233, 0.055504108664821579953,
-        0.009618129107628477162, 0.0013333558146428443423, 0.00015403530393381609954,
-        0.00001525273380405984028, 1.3215486790144309488e-6, 1.0178086009239699727e-7,
-        7.0549116208011233299e-9, 4.4455382718708114976e-10,
-    };
-    double r[32];
-    l doubtful = 0;
+    l word[32];
+    int any = 0;
     LANES {
-        double v = x[i] < -200.0f ? -200.0 : x[i] > 200.0f ? 200.0 : (double)x[i];
-        double k = rint(v), f = v - k, p = c[11];
-        for (int n = 10; n >= 0; n--) p = __builtin_fma(p, f, c[n]);
-        l word;
-        memcpy(&word, &p, 8);
-        word += (l)k << 52;
-        memcpy(&r[i], &word, 8);
-        l low = (word & 0x1FFFFFFF) - 0x10000000;
-        doubtful |= (low < 512 && low > -512) | (r[i] < 0x1p-126 && r[i] > 0x1p-152);
+        double v = x[i];
+        v = v < -200.0 ? -200.0 : v;
+        v = v > 200.0 ? 200.0 : v;
+        double k = rint(v), f = v - k, p = HORNER(f);
+        l w;
+        memcpy(&w, &p, 8);
+        word[i] = w + ((l)k << 52);
     }
-    if (!doubtful) {
-        LANES y[i] = x[i] != x[i] ? x[i] : (float)r[i];
-        return;
+    LANES any |= doubtful(word[i], x[i]);
+    LANES {
+        double r;
+        memcpy(&r, &word[i], 8);
+        y[i] = x[i] != x[i] ? x[i] : (float)r;
     }
-    for (int i = 0; i < 32; i++) {
-        l word;
-        memcpy(&word, &r[i], 8);
-        l low = (word & 0x1FFFFFFF) - 0x10000000;
-        int bad = (low < 512 && low > -512) || (r[i] < 0x1p-126 && r[i] > 0x1p-152);
-        y[i] = x[i] != x[i] ? x[i] : bad ? exact_ex2(x[i]) : (float)r[i];
-    }
+    if (!any) return;
+    for (int i = 0; i < 32; i++)
+        if (doubtful(word[i], x[i])) y[i] = exact_ex2(x[i]);
 }
 void k_ex2_f(float *d, const float *pa, uint32_t mask) {
     float y[32];

@@ -89,6 +89,7 @@ static int convert(const Cta *cta, const Descriptor *d, int32_t first, int32_t r
     if (flags & MN_MAJOR) {
         int64_t per = d->swizzle ? d->swizzle / 16 : 1;
         for (int32_t q = first / 8; q < (first + rows) / 8; q++) {
+            float tile[16][8];
             for (int32_t k = 0; k < 16; k++) {
                 int64_t at = d->swizzle ? q % per * 16 + q / per * d->leading + k % 8 * d->swizzle + k / 8 * d->stride
                                         : q * d->stride + k % 8 * 16 + k / 8 * d->leading;
@@ -96,10 +97,11 @@ static int convert(const Cta *cta, const Descriptor *d, int32_t first, int32_t r
                 least = at < least ? at : least;
                 most = at > most ? at : most;
                 if (at < SMEM_BASE || at > limit) return 0;
-                float values[8];
-                widen8(values, smem + at, flags & BF16, sign);
-                float *column = to + (int64_t)(8 * q - first) * pitch + k;
-                for (int i = 0; i < 8; i++) column[i * pitch] = values[i];
+                widen8(tile[k], smem + at, flags & BF16, sign);
+            }
+            for (int i = 0; i < 8; i++) {
+                float *row = to + (int64_t)(8 * q - first + i) * pitch;
+                for (int k = 0; k < 16; k++) row[k] = tile[k][i];
             }
         }
     } else {
@@ -270,13 +272,24 @@ static int run_wgmma(Warp *w, const Mma *items, int32_t count) {
     const float *a = first->mode & 1 ? a_buffer : converted(w->cta, a_list, count, row, 16, a_flags);
     if (!a || !b) return 0;
     multiply(w->cluster->machine, a, b, product, 16, n, depth);
-    for (int32_t j = 0; j < n / 2; j++) {
-        float *to = destination(w, first, j);
-        const float *from = product + 8 * ((j / 2) % 2) * n + 8 * (j / 4) + j % 2;
-        if (items[0].accumulate) {
-            for (int t = 0; t < 32; t++) to[t] = from[(t / 4) * n + 2 * (t % 4)] + to[t];
-        } else {
-            for (int t = 0; t < 32; t++) to[t] = from[(t / 4) * n + 2 * (t % 4)];
+    for (int32_t block = 0; block < n / 8; block++) {
+        for (int32_t half = 0; half < 2; half++) { /* rows 0-7 or 8-15 of 8 columns: two registers */
+            float *even = destination(w, first, 4 * block + 2 * half), *odd = destination(w, first, 4 * block + 2 * half + 1);
+            float tile[2][32];
+            for (int r = 0; r < 8; r++) {
+                const float *from = product + (8 * half + r) * n + 8 * block;
+                for (int i = 0; i < 4; i++) {
+                    tile[0][4 * r + i] = from[2 * i];
+                    tile[1][4 * r + i] = from[2 * i + 1];
+                }
+            }
+            if (items[0].accumulate) {
+                for (int t = 0; t < 32; t++) even[t] = tile[0][t] + even[t];
+                for (int t = 0; t < 32; t++) odd[t] = tile[1][t] + odd[t];
+            } else {
+                memcpy(even, tile[0], 128);
+                memcpy(odd, tile[1], 128);
+            }
         }
     }
     return 1;
