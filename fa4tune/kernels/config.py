@@ -306,7 +306,7 @@ def _default_sm100(problem: AttentionProblem, causal: bool, doubled_exp: bool) -
     dims = (problem.head_dim, problem.head_dim_v)
     pair = not causal and max(dims) > 96 and problem.seqlen_q * problem.gqa_group > 256
     share, start = 0.125, 1
-    registers = (184, 80, 64) if pair else (192, 72, 56)
+    registers = (184, 80, 64) if pair and not doubled_exp else (192, 72, 56)
     if dims == (128, 128) and pair:
         share = 0.1875
     elif dims[0] == 192:

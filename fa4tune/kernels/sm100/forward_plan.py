@@ -477,7 +477,7 @@ def _softmax_operations(shape: Shape, q: int) -> list[Operation]:
         ),
         Operation(
             f"scale{q}", role, Unit.ISSUE,
-            Work(fma=2 * rows, alu=2 * rows, smem_generic_bytes=4 * rows, issue=WARPS * 8),
+            Work(fma=6 * rows, alu=6 * rows, smem_generic_bytes=4 * rows, issue=WARPS * 24),
             signals=("scale_full",) * WARPS, when="after_first",
         ),
         # a warp computes its factors only if one of its rows asks for a rescale
@@ -496,9 +496,6 @@ def _softmax_operations(shape: Shape, q: int) -> list[Operation]:
             work = work + Work(tmem_load_bytes=rows * columns * 4, issue=WARPS * (columns // FRAGMENT))
         name = f"exp{q}_{part}" if shape.split < n else f"exp{q}"
         operations.append(Operation(name, role, Unit.EXP, work, signals=signal * WARPS))
-    operations.append(
-        Operation(f"row_sum{q}", role, Unit.FMA, Work(fma=rows * n, issue=WARPS * (n // 2 + 4)))
-    )
     return operations
 
 
@@ -506,17 +503,17 @@ def exponential_work(rows: int, columns: int, emulated: int, degree: int) -> Wor
     """Scale, exponentiate, convert and store ``columns`` of each row, ``emulated`` of them by polynomial.
 
     An emulated pair takes ``3 + degree`` packed FMA-pipe instructions, and two clamps, shifts and adds on the
-    ALU; a shift and an add fuse. A packed conversion and a TMEM store finish every pair.
+    ALU; a shift and an add fuse. A packed conversion, an addition to the row sum and a TMEM store finish a
+    pair; five instructions chain one fragment to the next (``held_back``).
     """
     warps = rows // 32
-    pairs, polynomial = columns // 2, emulated // 2
+    pairs, polynomial, passes = columns // 2, emulated // 2, -(-columns // FRAGMENT)
     return Work(
         exp=rows * (columns - emulated),
         exp_emulated=rows * emulated,
-        fma=rows * (columns + emulated * (3 + degree)),
-        alu=rows * (pairs + 2 * emulated),
-        issue=warps
-        * (2 * pairs + (columns - emulated) + polynomial * (7 + degree) + columns // FRAGMENT + 4),
+        fma=rows * (2 * columns + emulated * (3 + degree) + passes),
+        alu=rows * (pairs + 2 * emulated + 4 * passes),
+        issue=warps * (3 * pairs + columns - emulated + polynomial * (7 + degree) + 6 * passes + 4),
         tmem_store_bytes=rows * columns * 2,
     )
 
@@ -630,7 +627,6 @@ def _orders(shape: Shape) -> tuple[Order, ...]:
             f"factor{q}",
             f"scale{q}",
             *_exp_names(shape, q),
-            f"row_sum{q}",
         )
         orders.append(Order(f"softmax{q}", softmax))
     correction = [
