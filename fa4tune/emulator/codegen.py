@@ -137,6 +137,10 @@ class Compiler:
                 elif operation.category == "alu" and operation.op.split(".")[0] not in _MOVES:
                     numpy_alu.resolve(operation)
 
+    def writer(self, block: Block, masked: bool) -> BlockWriter:
+        """What writes one block."""
+        return BlockWriter(self, block, masked)
+
     def _stub(self, index: int, masked: bool) -> Callable[[Any], int]:
         def compile_now(warp: Any) -> int:
             function = self.compile_block(index, masked)
@@ -156,7 +160,7 @@ class Compiler:
 
     def compile_block(self, index: int, masked: bool) -> Callable[[Any], int]:
         """Generate and compile one block."""
-        source, mapping = _BlockWriter(self, self.program.blocks[index], masked).write()
+        source, mapping = self.writer(self.program.blocks[index], masked).write()
         filename = f"<ptx block {index}{' masked' if masked else ''}>"
         code: CodeType = compile(source, filename, "exec")
         self.line_map[filename] = mapping
@@ -166,7 +170,7 @@ class Compiler:
         return function
 
 
-class _BlockWriter:
+class BlockWriter:
     def __init__(self, compiler: Compiler, block: Block, masked: bool) -> None:
         self.compiler = compiler
         self.block = block

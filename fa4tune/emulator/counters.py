@@ -101,9 +101,7 @@ def _static(program: Program) -> _Static:
             exponentials[i] += (_mufu(o, "mufu_ex2"), _mufu(o, "mufu"), _polynomial(o))
             lines.append(o.instruction.line)
             line_blocks.append(i)
-    return _Static(
-        units, per_visit, exponentials, np.array(lines, np.int64), np.array(line_blocks, np.int64)
-    )
+    return _Static(units, per_visit, exponentials, np.array(lines, np.int64), np.array(line_blocks, np.int64))
 
 
 _STATIC: WeakKeyDictionary[Program, _Static] = WeakKeyDictionary()

@@ -6,7 +6,7 @@ import os
 import random
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +27,9 @@ from fa4tune.emulator import (
 from fa4tune.emulator.asynchronous import AsyncUnits
 from fa4tune.emulator.barriers import ClusterBarrier, MBarrier, NamedBarrier, TraceEvent
 from fa4tune.emulator.blas import single_thread
+from fa4tune.emulator.checks import Checks
+from fa4tune.emulator.checks_cluster import ClusterChecks
+from fa4tune.emulator.checks_compiler import CheckedCompiler
 from fa4tune.emulator.codegen import SHARED_WINDOW, Compiler
 from fa4tune.emulator.counters import Counters, WarpCounters, collect
 from fa4tune.emulator.findings import FaultError, Finding
@@ -131,6 +134,8 @@ class Cta:
 class Cluster:
     """The CTAs that run together; a grid without clusters has clusters of one."""
 
+    checks: ClusterChecks | None = None
+
     def __init__(self, machine: Machine, first: tuple[int, int, int]) -> None:
         self.machine = machine
         cx, cy, cz = machine.cluster_shape
@@ -146,6 +151,8 @@ class Cluster:
         self.warps = [w for c in self.ctas for w in c.warps]
         self.barrier.expected = sum(w.threads for w in self.warps)
         self.ready.extend(self.warps)
+        if machine.checks is not None:
+            self.checks = ClusterChecks(machine.checks, self)
 
     def new_cta(self, rank: int, position: tuple[int, int, int]) -> Cta:
         """A CTA of this cluster."""
@@ -192,8 +199,10 @@ class Machine:
         late: int | None,
         counters: bool,
         trace: bool,
+        waivers: Iterable[str] | None = None,
     ) -> None:
         self.module = module
+        self.checks = None if waivers is None else Checks(self, waivers)
         self.compiler = compiler
         self.program = compiler.program
         self.entry: Entry = compiler.program.entry
@@ -299,6 +308,8 @@ class Machine:
             cta = warp.cluster.cta(rank)
             start = cta.smem.check(offset, size * width, "an atomic")
             cta.smem.touch(start, size * width, self.tick())
+            if warp.cluster.checks is not None:
+                warp.cluster.checks.atomic(warp, cta, start, size * width)
             return cta.smem.views[size].view(dtype), start // size
         index, offset = self.memory.find(address, size * width, True)
         return self.memory.view(index, size).view(dtype), offset // size
@@ -344,15 +355,15 @@ class Machine:
         )
 
 
-_COMPILED: dict[tuple[str, str], tuple[Module, Compiler]] = {}
+_COMPILED: dict[tuple[str, str, bool], tuple[Module, Compiler]] = {}
 
 
-def load(ptx: str, entry: str) -> tuple[Module, Compiler]:
+def load(ptx: str, entry: str, checked: bool = False) -> tuple[Module, Compiler]:
     """Parse and analyse a PTX text once; later calls share the generated code.
 
     Raises :class:`~fa4tune.errors.EmulationError` if the entry is missing or an instruction is not modelled.
     """
-    key = (ptx, entry)
+    key = (ptx, entry, checked)
     found = _COMPILED.get(key)
     if found is None:
         module = parse(ptx)
@@ -360,14 +371,17 @@ def load(ptx: str, entry: str) -> tuple[Module, Compiler]:
             raise EmulationError(
                 f"the PTX has no entry {entry!r}, only {', '.join(module.entries) or 'none'}"
             )
-        found = (module, Compiler(cfg.build(module.entries[entry])))
+        program = cfg.build(module.entries[entry])
+        found = (module, CheckedCompiler(program) if checked else Compiler(program))
         if len(_COMPILED) >= 16:
             _COMPILED.pop(next(iter(_COMPILED)))
         _COMPILED[key] = found
     return found
 
 
-def _machine(backend: str | None, module: Module, compiler: Compiler, launch: Launch, **options: Any) -> Machine:
+def _machine(
+    backend: str | None, module: Module, compiler: Compiler, launch: Launch, **options: Any
+) -> Machine:
     """A machine over one of the back-ends."""
     backend = backend or os.environ.get("FA4TUNE_EMULATOR", "auto")
     if backend not in BACKENDS:
@@ -388,6 +402,8 @@ def run(
     late: int | None = None,
     counters: bool = False,
     trace: bool = False,
+    check: bool = False,
+    waivers: Iterable[str] = (),
     progress: Progress | None = None,
     backend: str | None = None,
 ) -> Result:
@@ -400,6 +416,10 @@ def run(
             random priorities, so that a missing wait shows as a wrong result. None runs eagerly.
         counters: count instructions, bytes and matrix operations per warp.
         trace: record every arrival and every wait at every barrier.
+        check: look for races, missing fences and waits, and reads of what was never written
+            (:data:`fa4tune.emulator.checks.KINDS`). Runs the plain code.
+        waivers: names of :data:`fa4tune.emulator.checks.WAIVERS`; what they cover gets the severity
+            ``waived``.
         progress: called with (clusters done, clusters in all).
         backend: ``native`` code through LLVM and a C compiler, the ``plain`` NumPy code, whose results are
             the same bits, or ``auto``: native where it can be had. None: what the environment variable
@@ -411,8 +431,15 @@ def run(
     Raises:
         EmulationError: PTX or a launch outside of the model.
     """
-    module, compiler = load(ptx, launch.entry)
-    machine = _machine(backend, module, compiler, launch, late=late, counters=counters, trace=trace)
+    module, compiler = load(ptx, launch.entry, check)
+    if check:
+        if backend == "native":
+            raise EmulationError("the native back-end has no checks; leave backend out, or take plain")
+        machine = Machine(
+            module, compiler, launch, late=late, counters=counters, trace=trace, waivers=waivers
+        )
+    else:
+        machine = _machine(backend, module, compiler, launch, late=late, counters=counters, trace=trace)
     result = Result(findings=machine.findings, trace=machine.trace)
     shape = machine.cluster_shape
     gx, gy, gz = (g // c for g, c in zip(launch.grid, shape, strict=True))

@@ -85,11 +85,15 @@ def _tma_load(operation: Operation) -> RuntimeFunction:
                 signal = (target & ~1) | (bar_owner & 1)
             signals.append((w.cluster.cta(target), w.cluster.cta(signal).mbarrier(bar_where)))
         w.count_bytes("tma_read", nbytes)
+        checks = w.cluster.checks
+        issue = None if checks is None else checks.issued(w)
 
         def run() -> None:
             box = tensor_map.read_box(w.machine.memory, tmap, coordinates)
             for cta, bar in signals:
                 tensor_map.to_shared(cta, where, tmap, box)
+                if checks is not None:
+                    checks.landed(issue, cta, where - SMEM_BASE, nbytes, bar, "a tensor load")
                 complete(w, bar, nbytes)
 
         w.cluster.units.issue_copy(
@@ -137,6 +141,10 @@ def _tma_store(operation: Operation) -> RuntimeFunction:
             box = tensor_map.from_shared(w.cta, shared & OFFSET_MASK, tmap)
             tensor_map.write_box(w.machine.memory, tmap, coordinates, box, reduction)
 
+        if w.cluster.checks is not None:
+            start = w.cta.smem.check(shared & OFFSET_MASK, tmap.box_bytes, "a tensor store")
+            inside = all(0 <= c <= n - b for c, b, n in zip(coordinates, tmap.box, tmap.sizes, strict=True))
+            w.cluster.checks.bulk_read(w, lane, start, tmap.box_bytes, "a tensor store", inside)
         add_to_group(w, lane, operation, run, f"a tensor store of {tmap.box_bytes} bytes")
 
     return store
@@ -145,6 +153,8 @@ def _tma_store(operation: Operation) -> RuntimeFunction:
 @runtime("bulk.commit")
 def _bulk_commit(operation: Operation) -> RuntimeFunction:
     def commit(w: Any, m: Array | None) -> None:
+        if w.cluster.checks is not None:
+            w.cluster.checks.bulk_commit(w, active_list(m))
         if not w.cluster.units.late:
             return
         for lane in active_list(m):
@@ -161,6 +171,8 @@ def _bulk_wait(operation: Operation) -> RuntimeFunction:
     count = operation.attrs["count"]
 
     def wait(w: Any, m: Array | None) -> None:
+        if w.cluster.checks is not None:
+            w.cluster.checks.bulk_wait(w, active_list(m), count)
         for lane in active_list(m) if w.bulk else ():
             groups = w.bulk.get(lane)
             while groups is not None and len(groups.closed) > count:
@@ -231,8 +243,17 @@ def _bulk_copy(operation: Operation) -> RuntimeFunction:
                 result = tensor_map.reduce_words(old.view(words), data.view(words), reduction, element)
                 old[:] = result.view(np.uint8)
 
+        checks = w.cluster.checks
+        issue = None if checks is None else checks.issued(w)
+        if group and checks is not None:
+            _, start = _resolve_bulk(w, src, nbytes, False)
+            checks.bulk_read(w, lane, start, nbytes, "a bulk store", True)
+
         def run() -> None:
             data = read()
+            if checks is not None and not group and of != "global":
+                source, start = _resolve_bulk(w, src, nbytes, False)
+                checks.fetched(issue, source, start, nbytes, bars[0], "the source of a bulk copy")
             if to == "global":
                 put(w.machine.memory.bytes_at(dst, nbytes, True), data)
                 return
@@ -240,6 +261,8 @@ def _bulk_copy(operation: Operation) -> RuntimeFunction:
                 cta = w.cluster.cta(target)
                 start = cta.smem.check(dst & OFFSET_MASK, nbytes, "a bulk copy")
                 put(cta.smem.bytes[start : start + nbytes], data)
+                if checks is not None:
+                    checks.landed(issue, cta, start, nbytes, bar, "a bulk copy")
                 cta.smem.touch(start, nbytes, w.machine.tick())
                 complete(w, bar, nbytes)
 
@@ -280,6 +303,10 @@ def _cp_async(operation: Operation) -> RuntimeFunction:
                 w.cta.smem.touch(start, size, w.machine.tick())
 
         w.count_bytes("cp_async", size * len(lanes))
+        if w.cluster.checks is not None:
+            w.cta.smem.check(int((targets & OFFSET_MASK).min()), 1, "cp.async")
+            w.cta.smem.check(int((targets & OFFSET_MASK).max()), size, "cp.async")
+            w.cluster.checks.copied(w, (targets & OFFSET_MASK) - SMEM_BASE, size)
         pending = Pending(run, (), f"cp.async of {size} bytes a lane", operation.instruction, w)
         if w.cluster.units.late:
             w.copies_open.append(pending)
@@ -294,6 +321,8 @@ def _cp_commit(operation: Operation) -> RuntimeFunction:
     def commit(w: Any, m: Array | None) -> None:
         w.copies.append(w.copies_open)
         w.copies_open = []
+        if w.cluster.checks is not None:
+            w.cluster.checks.close(w.agent, "copy")
 
     return commit
 
@@ -303,6 +332,10 @@ def _cp_wait(operation: Operation) -> RuntimeFunction:
     count = operation.attrs["count"]
 
     def wait(w: Any, m: Array | None) -> None:
+        if w.cluster.checks is not None:
+            if operation.instruction.modifiers[-1] == "wait_all":
+                w.cluster.checks.close(w.agent, "copy")
+            w.cluster.checks.awaited(w.agent, "copy", count)
         while len(w.copies) > count:
             for pending in w.copies.popleft():
                 perform(pending)
@@ -322,6 +355,9 @@ def _cp_mbarrier(operation: Operation) -> RuntimeFunction:
         earlier = [p for group in w.copies for p in group] + w.copies_open
         w.copies.clear()
         w.copies_open = []
+        checks = w.cluster.checks
+        issue = None if checks is None else checks.issued(w)
+        group = 0 if checks is None else checks.close(w.agent, "copy")
         for bar, lanes in barrier_groups(w, m, base, offset):
             if not noinc:
                 bar.pending += len(lanes)
@@ -330,6 +366,8 @@ def _cp_mbarrier(operation: Operation) -> RuntimeFunction:
                 for pending in earlier:
                     perform(pending)
                 earlier.clear()
+                if checks is not None:
+                    checks.completed(issue, bar, w.agent.own["copy"], group)
                 note(w, "arrive", bar, bar.phase, n, warp=-1)
                 bar.arrive(n)
 
@@ -356,12 +394,22 @@ def _st_async(operation: Operation) -> RuntimeFunction:
                 raise FaultError("misaligned", f"st.async of {n} bytes at {at:#x}")
             data = np.array([int(v[lane]) for v in values], UNSIGNED[size])
             w.count_bytes("dsmem_write", n)
+            checks = w.cluster.checks
+            issue = None if checks is None else checks.issued(w)
 
             def run(
-                cta: Any = cta, start: int = start, data: Array = data, bar: MBarrier = bar, n: int = n
+                cta: Any = cta,
+                start: int = start,
+                data: Array = data,
+                bar: MBarrier = bar,
+                n: int = n,
+                checks: Any = checks,
+                issue: Any = issue,
             ) -> None:
                 cta.smem.bytes[start : start + n] = data.view(np.uint8)
                 cta.smem.touch(start, n, w.machine.tick())
+                if checks is not None:
+                    checks.landed(issue, cta, start, n, bar, "an asynchronous store")
                 complete(w, bar, n)
 
             w.cluster.units.issue_copy(

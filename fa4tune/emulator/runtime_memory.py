@@ -142,6 +142,8 @@ def shared_load(w: Any, addresses: Array, size: int, count: int, cluster: bool) 
     for cta, offsets, which in shared_groups(w, addresses, cluster):
         _check_shared(cta, offsets, size * count, "a shared load")
         require_aligned(offsets, size * count)
+        if w.cluster.checks is not None:
+            w.cluster.checks.shared(w, cta, offsets, size * count, False)
         view = cta.smem.views[size]
         words = offsets // size
         for j in range(count):
@@ -158,6 +160,8 @@ def shared_store(
     for cta, offsets, which in shared_groups(w, addresses, cluster):
         _check_shared(cta, offsets, size * count, "a shared store")
         require_aligned(offsets, size * count)
+        if w.cluster.checks is not None:
+            w.cluster.checks.shared(w, cta, offsets, size * count, True)
         view = cta.smem.views[size]
         words = offsets // size
         for j, value in enumerate(values):
@@ -360,6 +364,8 @@ def _ldmatrix(operation: Operation) -> RuntimeFunction:
 
     def load(w: Any, m: Array | None, base: Array) -> Any:
         cta, offsets = _matrix_rows(w, m, base, offset, count)
+        if w.cluster.checks is not None:
+            w.cluster.checks.shared(w, cta, offsets, 16, False)
         halves = cta.smem.views[2][(offsets // 2)[:, None] + np.arange(8)].reshape(count, 8, 8)
         if transpose:
             halves = halves.transpose(0, 2, 1)
@@ -377,6 +383,8 @@ def _stmatrix(operation: Operation) -> RuntimeFunction:
 
     def store(w: Any, m: Array | None, base: Array, *registers: Array) -> None:
         cta, offsets = _matrix_rows(w, m, base, offset, count)
+        if w.cluster.checks is not None:
+            w.cluster.checks.shared(w, cta, offsets, 16, True)
         halves = np.stack(registers).view(U2).reshape(count, 8, 8)
         if transpose:
             halves = halves.transpose(0, 2, 1)

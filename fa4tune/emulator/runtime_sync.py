@@ -74,6 +74,8 @@ def _init(operation: Operation) -> RuntimeFunction:
             if old is not None and (old.waiters or old.pending != old.count or old.tx):
                 raise FaultError("mbarrier-reuse", f"initialised again while in use ({old.describe()})")
             bar = cta.mbarriers[where] = MBarrier(cta, where, int(count[lane]))
+            if w.cluster.checks is not None:
+                w.cluster.checks.init(w, bar)
             note(w, "init", bar, 0, bar.count)
         w.machine.progress += 1
 
@@ -87,6 +89,8 @@ def _inval(operation: Operation) -> RuntimeFunction:
     def inval(w: Any, m: Array | None, base: Array) -> None:
         for lane in active_list(m):
             bar = w.cluster.mbarrier(int(window_offset(base, offset)[lane]))
+            if w.cluster.checks is not None:
+                w.cluster.checks.inval(w, bar)
             del bar.cta.mbarriers[bar.offset]
 
     return inval
@@ -109,6 +113,7 @@ def barrier_groups(w: Any, m: Array | None, base: Array, offset: int) -> list[tu
 def _arrive(operation: Operation) -> RuntimeFunction:
     attrs = operation.attrs
     offset, expect, drop, counted = (attrs[k] for k in ("offset", "expect", "drop", "counted"))
+    semantics = attrs["semantics"]
 
     def arrive(w: Any, m: Array | None, base: Array, *extra: Array) -> Any:
         state = np.zeros(32, U8)
@@ -116,6 +121,8 @@ def _arrive(operation: Operation) -> RuntimeFunction:
             phase = bar.phase
             state[lanes] = phase
             n = len(lanes)
+            if w.cluster.checks is not None:
+                w.cluster.checks.arrive(w, bar, semantics)
             if expect:
                 amount = int(extra[0][lanes].astype(np.int64).sum())
                 note(w, "expect_tx", bar, phase, amount)
@@ -138,6 +145,8 @@ def _tx(operation: Operation) -> RuntimeFunction:
     def tx(w: Any, m: Array | None, base: Array, amount: Array) -> None:
         for bar, lanes in barrier_groups(w, m, base, offset):
             n = int(amount[lanes].astype(np.int64).sum())
+            if w.cluster.checks is not None:
+                w.cluster.checks.use(w, bar, w.cluster.checks.sync(bar))
             note(w, "expect_tx" if expect else "complete_tx", bar, bar.phase, n)
             (bar.expect if expect else bar.complete)(n)
         w.machine.progress += 1
@@ -161,6 +170,8 @@ def _wait(operation: Operation) -> RuntimeFunction:
                     w.block(bar)
                     return None
                 continue
+            if w.cluster.checks is not None:
+                w.cluster.checks.wait(w, bar)
             note(w, "wait", bar, bar.phase - 1)
             if len(groups) == 1:
                 out = _TRUE
@@ -199,6 +210,8 @@ def _sync(operation: Operation) -> RuntimeFunction:
         bar, expected = _named(w, m, number, count)
         if w.token is None:
             w.token = bar.generation
+            if w.cluster.checks is not None:
+                w.cluster.checks.named_arrive(w, bar)
             _note_named(w, "sync_arrive", bar, bar.generation, 32)
             bar.arrive(32, expected)
             w.machine.progress += 1
@@ -206,6 +219,8 @@ def _sync(operation: Operation) -> RuntimeFunction:
             bar.waiters.append(w)
             w.block(bar)
             return None
+        if w.cluster.checks is not None:
+            w.cluster.checks.named_wait(w, bar, w.token)
         _note_named(w, "wait", bar, w.token, 0)
         w.token = None
         return True
@@ -217,6 +232,8 @@ def _sync(operation: Operation) -> RuntimeFunction:
 def _bar_arrive(operation: Operation) -> RuntimeFunction:
     def arrive(w: Any, m: Array | None, number: Array, count: Array) -> None:
         bar, expected = _named(w, m, number, count)
+        if w.cluster.checks is not None:
+            w.cluster.checks.named_arrive(w, bar)
         _note_named(w, "arrive", bar, bar.generation, 32)
         bar.arrive(32, expected)
         w.machine.progress += 1
@@ -226,9 +243,13 @@ def _bar_arrive(operation: Operation) -> RuntimeFunction:
 
 @runtime("barrier.cluster.arrive")
 def _cluster_arrive(operation: Operation) -> RuntimeFunction:
+    semantics = operation.attrs["semantics"]
+
     def arrive(w: Any, m: Array | None) -> None:
         bar = w.cluster.barrier
         w.cluster_round = bar.generation
+        if w.cluster.checks is not None:
+            w.cluster.checks.cluster_arrive(w, semantics)
         bar.arrive(w.threads if m is None else int(np.count_nonzero(m)))
         w.machine.progress += 1
 
@@ -243,6 +264,8 @@ def _cluster_wait(operation: Operation) -> RuntimeFunction:
             bar.waiters.append(w)
             w.block(bar)
             return None
+        if w.cluster.checks is not None:
+            w.cluster.checks.cluster_wait(w, w.cluster_round)
         return True
 
     return wait
@@ -423,7 +446,18 @@ def _setmaxnreg(operation: Operation) -> RuntimeFunction:
     return change
 
 
-@runtime("nop", "fence", "yield")
+@runtime("fence")
+def _fence(operation: Operation) -> RuntimeFunction:
+    scope, modifiers = operation.attrs["scope"], operation.instruction.modifiers
+
+    def fence(w: Any, m: Array | None) -> None:
+        if w.cluster.checks is not None:
+            w.cluster.checks.fence(w, scope, modifiers)
+
+    return fence
+
+
+@runtime("nop", "yield")
 def _nop(operation: Operation) -> RuntimeFunction:
     return lambda w, m, *sources: None
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fa4tune.emulator import operand
+from fa4tune.emulator import checks_tensor, operand
 from fa4tune.emulator.asynchronous import Pending, perform
 from fa4tune.emulator.barriers import MBarrier
 from fa4tune.emulator.codegen import RuntimeFunction, runtime
@@ -21,6 +21,7 @@ from fa4tune.emulator.findings import FaultError
 from fa4tune.emulator.isa import Operation
 from fa4tune.emulator.lanes import F4, U2, U4, Array
 from fa4tune.emulator.memory import RANK_SHIFT
+from fa4tune.emulator.ptx import Register
 from fa4tune.emulator.runtime_copy import ranks_of
 from fa4tune.emulator.runtime_memory import shared_store
 from fa4tune.emulator.runtime_sync import OFFSET_MASK, active_list, note, uniform, window_offset
@@ -86,6 +87,8 @@ def _mma(operation: Operation) -> RuntimeFunction:
                 bool(accumulate[lane]), from_tmem, tuple(int(x[lane]) for x in off),
             )  # fmt: skip
             _check(w, item)
+            if w.cluster.checks is not None:
+                checks_tensor.mma(w.cluster.checks, w, item)
             kind = f"tcgen05.{'TS' if from_tmem else 'SS'}.cta_group::{group}"
             w.count_event((kind, descriptor.m, descriptor.n, 16))
             w.count_bytes("mma_smem", 32 * (descriptor.n + (0 if from_tmem else descriptor.m)))
@@ -230,8 +233,16 @@ def _commit(operation: Operation) -> RuntimeFunction:
             else:
                 bars = [w.cluster.cta(address >> RANK_SHIFT).mbarrier(address & OFFSET_MASK)]
 
-            def run(bars: list[MBarrier] = bars) -> None:
+            checks = w.cluster.checks
+            stands_for = None
+            if checks is not None:
+                stands_for = checks_tensor.commit(checks, w, [bar.cta for bar in bars])
+
+            def run(bars: list[MBarrier] = bars, checks: Any = checks, stands_for: Any = stands_for) -> None:
                 for bar in bars:
+                    if checks is not None:
+                        issue, component, epoch = stands_for
+                        checks.completed(issue, bar, component, epoch)
                     note(w, "commit", bar, bar.phase, 1)
                     bar.arrive(1)
 
@@ -257,6 +268,8 @@ def _alloc(operation: Operation) -> RuntimeFunction:
             w.cta.tmem.waiters.append(w)
             w.block(w.cta.tmem)
             return None
+        if w.cluster.checks is not None:
+            checks_tensor.allocated(w.cluster.checks, w, w.cta, first, w.cta.tmem.blocks[first])
         address = window_offset(base, offset)[:1].astype(U4)
         shared_store(w, address, [np.array([first], U4)], 4, False, counted=False)
         return True
@@ -267,7 +280,10 @@ def _alloc(operation: Operation) -> RuntimeFunction:
 @runtime("tcgen05.dealloc")
 def _dealloc(operation: Operation) -> RuntimeFunction:
     def dealloc(w: Any, m: Array | None, address: Array, columns: Array) -> None:
-        w.cta.tmem.free(uniform(m, address, "a TMEM address"), uniform(m, columns, "a number of columns"))
+        first, count = uniform(m, address, "a TMEM address"), uniform(m, columns, "a number of columns")
+        w.cta.tmem.free(first, count)
+        if w.cluster.checks is not None:
+            checks_tensor.freed(w.cluster.checks, w, w.cta, first & 0xFFFF, count)
         w.machine.progress += 1
 
     return dealloc
@@ -281,9 +297,24 @@ def _relinquish(operation: Operation) -> RuntimeFunction:
     return relinquish
 
 
-@runtime("tcgen05.fence", "tcgen05.wait.ld")
+@runtime("tcgen05.fence")
 def _fence(operation: Operation) -> RuntimeFunction:
-    return lambda w, m: None
+    before = operation.attrs["before"]
+
+    def fence(w: Any, m: Array | None) -> None:
+        if w.cluster.checks is not None:
+            w.cluster.checks.tcgen05_fence(w, before)
+
+    return fence
+
+
+@runtime("tcgen05.wait.ld")
+def _wait_ld(operation: Operation) -> RuntimeFunction:
+    def wait(w: Any, m: Array | None) -> None:
+        if w.cluster.checks is not None:
+            w.cluster.checks.tcgen05_wait(w, "tmem.ld")
+
+    return wait
 
 
 @runtime("tcgen05.wait.st")
@@ -292,6 +323,8 @@ def _wait_st(operation: Operation) -> RuntimeFunction:
         for pending in w.tmem_stores:
             perform(pending)
         w.tmem_stores = []
+        if w.cluster.checks is not None:
+            w.cluster.checks.tcgen05_wait(w, "tmem.st")
 
     return wait
 
@@ -349,11 +382,15 @@ def _ld(operation: Operation) -> RuntimeFunction:
     columns, registers = _SHAPES[shape]
     span = columns * repeat
     fragment = None if shape == "32x32b" else _matrix_fragment(shape, repeat)
+    rows = 32 if shape == "32x32b" else 16
+    held = sum(1 << d.index for d in operation.dst if isinstance(d, Register))
     single = len(operation.dst) == 1
 
     def load(w: Any, m: Array | None, base: Array) -> Array:
         column, lane = _region(w, m, base, offset, shape, span, "tcgen05.ld")
         w.count_bytes("tmem_read", 128 * repeat * registers)
+        if w.cluster.checks is not None:
+            checks_tensor.tmem_load(w.cluster.checks, w, column, span, lane, rows, held)
         if fragment is None:
             data: Array = w.cta.tmem.data[column : column + span, lane : lane + 32].copy()
         else:
@@ -368,11 +405,14 @@ def _st(operation: Operation) -> RuntimeFunction:
     offset, shape, repeat = (operation.attrs[k] for k in ("offset", "shape", "repeat"))
     columns, registers = _SHAPES[shape]
     span = columns * repeat
+    rows = 32 if shape == "32x32b" else 16
     fragment = None if shape == "32x32b" else _matrix_fragment(shape, repeat)
 
     def store(w: Any, m: Array | None, base: Array, *values: Array) -> None:
         column, lane = _region(w, m, base, offset, shape, span, "tcgen05.st")
         w.count_bytes("tmem_write", 128 * repeat * registers)
+        if w.cluster.checks is not None:
+            checks_tensor.tmem_store(w.cluster.checks, w, column, span, lane, rows)
 
         def run() -> None:
             data = w.cta.tmem.data

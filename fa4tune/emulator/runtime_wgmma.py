@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fa4tune.emulator import operand
+from fa4tune.emulator import checks_tensor, operand
 from fa4tune.emulator.codegen import RuntimeFunction, runtime
 from fa4tune.emulator.findings import FaultError
 from fa4tune.emulator.isa import Operation
@@ -46,13 +46,20 @@ def _mma(operation: Operation) -> RuntimeFunction:
     kind = f"wgmma.{'RS' if from_registers else 'SS'}"
     smem_bytes = n * 32 + (0 if from_registers else 64 * 32)
 
+    held = 0
+    for register in accumulators + (a_registers if from_registers else ()):
+        held |= 1 << register
+
     def mma(w: Any, m: Array | None, *sources: Array) -> None:
         if m is not None:
             raise FaultError("partial-mask", "wgmma with idle lanes")
         b = uniform(None, sources[-2], "a wgmma descriptor")
         a: Any = a_registers if from_registers else uniform(None, sources[0], "a wgmma descriptor")
         scale = sources[-1]
-        w.mma_open.append(_Mma(operation, accumulators, a, b, bool(scale[0])))
+        item = _Mma(operation, accumulators, a, b, bool(scale[0]))
+        w.mma_open.append(item)
+        if w.cluster.checks is not None:
+            checks_tensor.wgmma(w.cluster.checks, w, item, held, w.machine.compiler.poison)
         if w.index % 4 == 0:
             w.count_event((kind, 64, n, 16))
             w.count_bytes("mma_smem", smem_bytes)
@@ -65,6 +72,8 @@ def _commit(operation: Operation) -> RuntimeFunction:
     def commit(w: Any, m: Array | None) -> None:
         w.mma_groups.append(w.mma_open)
         w.mma_open = []
+        if w.cluster.checks is not None:
+            checks_tensor.wgmma_commit(w.cluster.checks, w)
         if not w.cluster.units.late:
             while w.mma_groups:
                 perform_group(w, w.mma_groups.popleft())
@@ -79,6 +88,8 @@ def _wait(operation: Operation) -> RuntimeFunction:
     def wait(w: Any, m: Array | None) -> bool:
         while len(w.mma_groups) > count:
             perform_group(w, w.mma_groups.popleft())
+        if w.cluster.checks is not None:
+            checks_tensor.wgmma_wait(w.cluster.checks, w, count)
         return True
 
     return wait

@@ -155,6 +155,8 @@ def _report(cluster: Cluster) -> list[str]:
 def _finish(cluster: Cluster) -> None:
     """A cluster's warps have all exited: complete what is still pending and check what must be released."""
     machine = cluster.machine
+    if cluster.checks is not None:
+        cluster.checks.finish()
     unawaited = cluster.units.pending()
     while cluster.units.force(random.Random(0)):
         pass

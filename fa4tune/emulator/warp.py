@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 READY, BLOCKED, DONE = 0, 1, 2
 LOCAL_BYTES = 1 << 16
 
-_REGISTER_POISON = {
+REGISTER_POISON = {
     "p": np.zeros(32, bool),
     "h": np.full(32, 0xFFFF, np.uint16),
     "u": np.full(32, 0xFFFFFFFF, np.uint32),
@@ -117,6 +117,7 @@ class Warp:
     """
 
     width = 32
+    agent: Any = None  #: what the checks know about it, in a checked run
 
     def __init__(self, cta: Cta, index: int) -> None:
         self.cta = cta
@@ -156,7 +157,7 @@ class Warp:
 
     def new_registers(self) -> Any:
         """Registers by number, born as NaN bits."""
-        return [_REGISTER_POISON[k] for k in self.machine.program.storage]
+        return [REGISTER_POISON[k] for k in self.machine.program.storage]
 
     @property
     def label(self) -> str:
