@@ -5,9 +5,10 @@ issuing warp waits for what the operation needs, and the execution, which its un
 and dependencies are arcs. Iterations are K/V tiles; an issuer that runs ahead makes distances below zero,
 which retiming removes (a node's turn is its tile plus its lag).
 
-**Shared memory.** Operand reads of the tensor cores wait while SMEM takes in copies or serves threads: an
-operation whose operands keep SMEM busy for a part ``o`` of its time takes ``1 + smem_conflict * o * b`` times
-as long, ``b`` being the part of the period that SMEM serves others.
+**Shared memory.** Operand reads of the tensor cores wait while SMEM takes in copies or serves threads, for a
+part ``b`` of the period: an operation takes ``b * yielding`` cycles longer. What yields is ``smem_conflict``
+of its operand cycles where these leave SMEM room for others, and all of them where they need the whole
+bandwidth. Threads' own accesses take ``1 + utilisation of SMEM`` times as long.
 
 **Sharing.** Where several roles use a unit and no order or barrier says who goes first, a role finds another
 one there with the probability that the other is there at all, and then shares the unit with it evenly: work
@@ -301,7 +302,7 @@ class Timed:
     totals: list[float]
     stretch: list[list[float]]
     blocked: float
-    """Part of the time that SMEM keeps operand reads waiting."""
+    """Part of the time that SMEM serves others than the tensor cores."""
     tensor_total: float
     """Cycles an iteration that the tensor cores are held, with these waits; the period is no shorter."""
 
@@ -311,7 +312,7 @@ class Timed:
             return None
         scale = self.period / max(self.tensor_total, *self.totals)
         if self.tensor_total >= max(self.totals):
-            share = [d.tensor + self.blocked * d.operands for d in self.durations]
+            share = [d.tensor + self.blocked * d.yielding for d in self.durations]
         else:
             unit = self.totals.index(max(self.totals))
             share = [d.units[unit] for d in self.durations]
@@ -361,26 +362,28 @@ def solve(
     gpu = rates.gpu
     groups = len(shape.groups)
     totals = [0.0] * len(UNITS)
-    operands = held = 0.0
+    operands = yielding = held = 0.0
     demand = [[0.0] * _STATIONS for _ in range(groups)]
-    turns = shape.turns
+    by_turns = shape.turns
     for index, (duration, weight, group) in enumerate(zip(durations, weights, shape.group_of, strict=True)):
         if weight:
             operands += duration.operands * weight
             held += duration.tensor * weight
+            yielding += duration.yielding * weight
             for unit, cycles in enumerate(duration.units):
                 if cycles:
                     totals[unit] += cycles * weight
             own = demand[group]
-            own[TURNS if turns[index] else TENSOR] += duration.tensor * weight
+            own[TURNS if by_turns[index] else TENSOR] += duration.tensor * weight
             own[SECTION] += duration.section * weight
             own[TMEM] += duration.tmem * weight
     if copies > 1:
         totals = [total * copies for total in totals]
         operands *= copies
+        yielding *= copies
         held *= copies
     floor = max(*totals, held)
-    conflict = gpu.smem_conflict * max(0.0, totals[_SMEM] - operands)
+    others = max(0.0, totals[_SMEM] - operands)
     meets = [
         station
         for station in (TENSOR, SECTION, TMEM)
@@ -394,19 +397,28 @@ def solve(
         answer = known[1]
         period = start.period if start else floor
     else:
-        values = _values(shape, durations, weights, stretch, gpu, conflict / floor)
+        values = _values(
+            shape, durations, weights, stretch, gpu, others / floor, min(1.0, totals[_SMEM] / floor)
+        )
         answer = maximum_cycle_ratio(core, [sum([values[v] for v in pick]) for pick in picks])
         period = max(answer.ratio, floor)
     for _ in range(30):
         cycle = [arc for path in answer.cycle for arc in shape.paths[path]]
-        along, fixed = _along(shape, durations, weights, gpu, cycle)
+        along, fixed = _along(shape, durations, weights, gpu, cycle, min(1.0, totals[_SMEM] / period))
         turns = sum([distances[arc] for arc in cycle])
         # along the cycle found last, the fixed point costs little
         for _ in range(20):
             inner = period
             if meets:
-                _share(stretch, demand, period, meets, gpu.contention, copies)
-            blocked = conflict / period
+                _share(
+                    stretch,
+                    demand,
+                    period,
+                    meets,
+                    gpu.contention,
+                    copies,
+                )
+            blocked = others / period
             cycles = fixed
             for group, (tensor, fed, section, tmem, turn, turn_fed) in along.items():
                 factors = stretch[group]
@@ -414,13 +426,13 @@ def solve(
                 if turn:
                     cycles += (turn + blocked * turn_fed) * factors[TURNS]
                 cycles += section * factors[SECTION] + tmem * factors[TMEM]
-            period = 0.5 * (inner + max(cycles / turns, floor, held + blocked * operands))
+            period = 0.5 * (inner + max(cycles / turns, floor, held + blocked * yielding))
             if abs(period - inner) < 1e-4 * period:
                 break
         before = period
-        values = _values(shape, durations, weights, stretch, gpu, blocked)
+        values = _values(shape, durations, weights, stretch, gpu, blocked, min(1.0, totals[_SMEM] / period))
         answer = maximum_cycle_ratio(core, [sum([values[v] for v in pick]) for pick in picks], answer.policy)
-        tensor_total = held + blocked * operands
+        tensor_total = held + blocked * yielding
         period = max(answer.ratio, floor, tensor_total)
         if abs(period - before) < 3e-4 * period:
             break
@@ -443,7 +455,12 @@ def solve(
 
 
 def _along(
-    shape: Skeleton, durations: Sequence[Duration], weights: Sequence[float], gpu: Gpu, cycle: Sequence[int]
+    shape: Skeleton,
+    durations: Sequence[Duration],
+    weights: Sequence[float],
+    gpu: Gpu,
+    cycle: Sequence[int],
+    taken: float,
 ) -> tuple[dict[int, list[float]], float]:
     """Cycles along ``cycle``: what is stretched, by role, and the rest.
 
@@ -467,12 +484,12 @@ def _along(
         if duration.asynchronous:
             at = 4 if shape.turns[operation] else 0
             row[at] += duration.tensor * weight
-            row[at + 1] += duration.operands * weight
+            row[at + 1] += duration.yielding * weight
             fixed += (duration.other + (duration.latency if kind != _SERVICE else 0.0)) * weight
         else:
             row[2] += duration.section * weight
             row[3] += duration.tmem * weight
-            fixed += (duration.other + duration.latency) * weight
+            fixed += (duration.other * (1.0 + taken) + duration.latency) * weight
             if weight < 1.0:
                 fixed += gpu.arithmetic_latency_clk
     return sums, fixed
@@ -525,6 +542,7 @@ def _values(
     stretch: list[list[float]],
     gpu: Gpu,
     blocked: float,
+    taken: float,
 ) -> list[float]:
     """Full, remote, service and issue cycles of every operation under ``stretch``."""
     full, remote, service, issue = [], [], [], []
@@ -533,14 +551,14 @@ def _values(
         factors = stretch[group]
         if duration.asynchronous:
             met = factors[TURNS if shape.turns[index] else TENSOR]
-            hold = (duration.tensor + blocked * duration.operands) * met + duration.other
+            hold = (duration.tensor + blocked * duration.yielding) * met + duration.other
             whole = (hold + duration.latency) * weight
             hold *= weight
         else:
             hold = whole = weight * (
                 duration.section * factors[SECTION]
                 + duration.tmem * factors[TMEM]
-                + duration.other
+                + duration.other * (1.0 + taken)
                 + duration.latency
             )
             if 0.0 < weight < 1.0:

@@ -112,6 +112,7 @@ class Run:
         self._free: dict[str, float] = {}
         self._tile = 0
         copies = plan.resources.ctas_per_sm
+        self._period = timed.period
         self._load = [cycles * copies for cycles in held] if held else [0.0] * self._count
         self._deepest = max(step.lag for step in shape.steps)
         warps = {role.name: role.warps for role in plan.roles}
@@ -185,7 +186,7 @@ class Run:
         base = len(ends[0])
         steps = self._steps
         load = self._load
-        began, work = -1.0, 0.0
+        clock, credit = 0.0, self._period
         for turn in range(trips + self._deepest):
             for kind, operation, lag, needs_q, waits, in_orders, in_chains in steps:
                 iteration = turn - lag
@@ -213,9 +214,9 @@ class Run:
                     continue
                 earliest = 0.0
                 if load[operation]:
-                    began = at if began < 0 else began
-                    work += load[operation]
-                    earliest = began + work
+                    # at most a period of rest is made up for later
+                    clock = max(clock, at - credit) + load[operation]
+                    earliest = clock
                 if kind == EXECUTES:
                     begin = issued[operation][place]
                     if begin > at:

@@ -22,6 +22,9 @@ UNITS = (Unit.TENSOR, Unit.EXP, Unit.SMEM, Unit.FMA, Unit.ALU, Unit.ISSUE, Unit.
 SCHEDULERS = 4
 """Warp schedulers of an SM, each with a quarter of the arithmetic units and of tensor memory."""
 
+ROOMY = 0.75
+"""Part of the SMEM bandwidth up to which operand reads leave room for all other traffic."""
+
 CHAINED = (Unit.ALU, Unit.EXP)
 """Units of operations whose instructions wait for each other."""
 
@@ -34,7 +37,8 @@ class Duration:
         asynchronous: the unit works on its own once the operation is issued.
         issue: what issuing costs the role.
         tensor: that it holds the tensor cores, their filling up included.
-        operands: of these, while SMEM delivers operands.
+        operands: for which SMEM delivers operands.
+        yielding: of these, what gives way to other SMEM traffic that it meets.
         section: of the role's own instructions.
         tmem: of tensor-memory loads and stores that the role waits for.
         other: what no other role disturbs.
@@ -46,6 +50,7 @@ class Duration:
     issue: float
     tensor: float
     operands: float
+    yielding: float
     section: float
     tmem: float
     other: float
@@ -123,19 +128,22 @@ def _duration(operation: Operation, warps: int, gpu: Gpu) -> Duration:
         issue = work.issue / pace
         if work.mma_flops:
             # An operand that SMEM delivers more slowly than the tensor core eats holds the tensor core up.
+            # Other traffic finds room between operand reads, unless these take nearly all of the bandwidth.
             operands = work.smem_mma_bytes / gpu.smem_bytes_per_clk
+            full = min(1.0, max(0.0, (operands / tensor - ROOMY) / (1.0 - ROOMY)))
             return Duration(
                 True,
                 issue,
                 max(tensor, operands) + gpu.mma_start_clk,
                 operands,
+                operands * (gpu.smem_conflict + (1.0 - gpu.smem_conflict) * full),
                 0.0,
                 0.0,
                 0.0,
                 gpu.mma_latency_clk,
                 units,
             )
-        return Duration(True, issue, 0.0, 0.0, 0.0, 0.0, l2, gpu.copy_latency_clk, units)
+        return Duration(True, issue, 0.0, 0.0, 0.0, 0.0, 0.0, l2, gpu.copy_latency_clk, units)
     # A role of fewer warps than schedulers reaches its share of each unit only.
     part = min(1.0, warps / SCHEDULERS)
     exponentials = exp / part
@@ -147,6 +155,7 @@ def _duration(operation: Operation, warps: int, gpu: Gpu) -> Duration:
         latency += gpu.tmem_latency_clk
     return Duration(
         False,
+        0.0,
         0.0,
         0.0,
         0.0,

@@ -83,13 +83,17 @@ def test_order_between_roles_on_the_tensor_cores_replaces_sharing() -> None:
 
 @pytest.mark.parametrize(("work", "private"), [(600, 900), (500, 700), (800, 400)])
 def test_sharing_matches_a_queue_at_random_phase(work: int, private: int) -> None:
-    # two roles alternate time of their own (SMEM accesses) and a shared unit; against a simulated queue
-    body, orders = [], []
+    # two roles alternate time of their own (a copy each) and a shared unit; against a simulated queue
+    body, dependencies, orders = [], [], []
     for g in range(2):
-        own = Operation(f"own{g}", f"s{g}", Unit.SMEM, Work(smem_generic_bytes=128 * private))
+        own = Operation(
+            f"own{g}", f"s{g}", Unit.L2, Work(global_read_bytes=64 * private), asynchronous=True
+        )
         body += [own, exponentials(f"exp{g}", f"s{g}", work)]
+        dependencies.append(Dependency(f"own{g}", f"exp{g}"))
         orders.append(Order(f"s{g}", (f"own{g}", f"exp{g}")))
-    predicted = solved(Loop(tuple(body), (), tuple(orders)), plain_gpu()).period
+    loop = Loop(tuple(body), tuple(dependencies), tuple(orders))
+    predicted = solved(loop, plain_gpu(l2_bytes_per_clk=64.0)).period
     simulated = simulate_processor_sharing(work, private, 20_000, random.Random(4))
     assert predicted == pytest.approx(simulated, rel=0.08)
 
