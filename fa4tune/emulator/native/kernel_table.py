@@ -18,7 +18,7 @@ _SIGNLESS = {
 _BY_KIND = {
     "mul.hi": "mulhi", "mul.wide": "mulwide", "mad.hi": "madhi", "mad.wide": "madwide", "div": "div",
     "rem": "rem", "min": "min", "max": "max", "abs": "abs", "shr": "shr", "bfe": "bfe", "bfi": "bfi",
-    "popc": "popc", "clz": "clz", "brev": "brev", "bfind": "bfind",
+    "min.relu": "min_relu", "max.relu": "max_relu", "popc": "popc", "clz": "clz", "brev": "brev", "bfind": "bfind",
 }  # fmt: skip
 _INTEGERS = "hsuiql"
 _SIGNEDNESS_MATTERS = {"mulwide", "madwide", "popc", "clz", "bfind"}
@@ -69,11 +69,11 @@ def _float(operation: Operation, parts: list[str], half_floats: bool) -> Kernel 
         return None
     base = "f" if kind == "x" else kind
     suffix = "".join(f"_{f}" for f in ("ftz", "sat") if f in flags)
-    if kind in "dx" and suffix:
+    if kind == "d" and suffix:
         return None
     if name in ("add", "sub", "mul", "fma"):
         mode = flags[0]
-        if mode != "rn" and (suffix or kind == "d"):
+        if mode != "rn" and (suffix not in ("", "_ftz") or kind == "d"):
             return None
         if name == "fma" and operation.src_kinds[:2] in ("GG", "FF"):
             if mode != "rn" or suffix or (operation.src_kinds[0] == "F" and not half_floats):

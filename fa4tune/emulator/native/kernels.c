@@ -91,6 +91,8 @@ K1(part3_QH, h, q, a >> 48)
 SIGNLESS(h) SIGNLESS(u) SIGNLESS(q)
 
 #define MINMAX(N, T) K2(min_##N, T, T, T, a < b ? a : b) K2(max_##N, T, T, T, a > b ? a : b)
+K2(min_relu_i, i_, i_, i_, (a < b ? a : b) > 0 ? (a < b ? a : b) : 0)
+K2(max_relu_i, i_, i_, i_, (a > b ? a : b) > 0 ? (a > b ? a : b) : 0)
 MINMAX(h, h) MINMAX(s, s) MINMAX(u, u) MINMAX(i, i_) MINMAX(q, q) MINMAX(l, l)
 
 K1(abs_s, s, s, a < 0 ? (h)(0 - (h)a) : a)
@@ -287,6 +289,23 @@ DIRECTED(rm, FE_DOWNWARD)
 DIRECTED(rp, FE_UPWARD)
 DIRECTED(rz, FE_TOWARDZERO)
 #endif
+
+#define FLUSHED2(name)                                                                      \
+    void k_##name##_ftz_f(float *d, const float *pa, const float *pb, uint32_t mask) {      \
+        float a[32], b[32], r[32];                                                          \
+        LANES { a[i] = flush(pa[i]); b[i] = flush(pb[i]); }                                 \
+        k_##name##_f(r, a, b, ~0u);                                                         \
+        LANES { float x = flush(r[i]); d[i] = mask >> i & 1 ? x : d[i]; }                   \
+    }
+#define FLUSHED(mode)                                                                       \
+    FLUSHED2(add_##mode) FLUSHED2(sub_##mode) FLUSHED2(mul_##mode)                          \
+    void k_fma_##mode##_ftz_f(float *d, const float *pa, const float *pb, const float *pc, uint32_t mask) { \
+        float a[32], b[32], c[32], r[32];                                                   \
+        LANES { a[i] = flush(pa[i]); b[i] = flush(pb[i]); c[i] = flush(pc[i]); }            \
+        k_fma_##mode##_f(r, a, b, c, ~0u);                                                  \
+        LANES { float x = flush(r[i]); d[i] = mask >> i & 1 ? x : d[i]; }                   \
+    }
+FLUSHED(rm) FLUSHED(rp) FLUSHED(rz)
 
 /* numbers win over NaN, or with `nan` a NaN wins */
 static inline float largest(float a, float b) { return a > b || b != b ? a : b; }

@@ -138,9 +138,7 @@ class NativeMachine(Machine):
         if host is None:
             host = self.host_functions[number] = _host_function(self.native.translation.calls[number])
         call = host.call
-        sources = [
-            warp.value(at, kind).copy() for at, kind in zip(call.sources, call.src_kinds, strict=True)
-        ]
+        sources = [warp.value(at, kind).copy() for at, kind in zip(call.sources, call.src_kinds, strict=True)]
         m = None if mask == _FULL else state.unpack_predicate(mask)
         result = host.function(*sources) if host.lanewise else host.function(warp, m, *sources)
         if result is None:
@@ -275,9 +273,7 @@ class NativeWarp(Warp):
         translation = native.translation
         self.memory = state.aligned(translation.register_bytes)
         self.memory[:] = native.poison
-        return state.RegisterFile(
-            self.memory, translation.register_offsets, self.machine.program.storage
-        )
+        return state.RegisterFile(self.memory, translation.register_offsets, self.machine.program.storage)
 
     # -- operands
 

@@ -97,7 +97,9 @@ class NativeUnits(AsyncUnits):
             cta.struct.tensor_count = 0
             for r in records:
                 machine = cta.machine
-                join = runtime_tcgen05._Join(self.cluster, [_tensor(machine, cta.rank, Mma.from_buffer_copy(r))])
+                join = runtime_tcgen05._Join(
+                    self.cluster, [_tensor(machine, cta.rank, Mma.from_buffer_copy(r))]
+                )
                 pending = Pending(
                     join, (), "a matrix operation", machine.operation(r.operation).instruction,
                     self.cluster.warps[r.warp],

@@ -21,8 +21,15 @@ _FLOAT2 = [
     "add.f32", "sub.f32", "mul.f32", "add.ftz.f32", "mul.sat.f32", "min.f32", "max.f32", "max.NaN.f32", "add.rm.f32",
     "mul.rz.f32", "div.rn.f32",
 ]  # fmt: skip
-_FLOAT1 = ["abs.f32", "neg.ftz.f32", "ex2.approx.ftz.f32", "rcp.approx.f32", "rsqrt.approx.f32", "cvt.rni.f32.f32"]
-_PAIR2 = ["add.rn.f32x2", "mul.rn.f32x2", "sub.rn.f32x2", "add.rm.f32x2"]
+_FLOAT1 = [
+    "abs.f32",
+    "neg.ftz.f32",
+    "ex2.approx.ftz.f32",
+    "rcp.approx.f32",
+    "rsqrt.approx.f32",
+    "cvt.rni.f32.f32",
+]
+_PAIR2 = ["add.rn.f32x2", "mul.rn.ftz.f32x2", "sub.rn.f32x2", "add.rm.f32x2", "add.rm.ftz.f32x2"]
 
 
 class _Body:
@@ -54,7 +61,9 @@ class _Body:
 
     def source(self) -> str:
         """An integer source: a register or a literal."""
-        return self.r() if self.rng.random() < 0.75 else str(self.rng.choice([0, 1, 5, 31, 255, 0x7FFFFFFF, -3]))
+        return (
+            self.r() if self.rng.random() < 0.75 else str(self.rng.choice([0, 1, 5, 31, 255, 0x7FFFFFFF, -3]))
+        )
 
     def emit(self, text: str, guard: bool = True) -> None:
         prefix = ""
@@ -167,7 +176,11 @@ class _Body:
             head, counter = self.label(), f"%c{depth}"
             self.lines += [f"and.b32 {counter}, {self.r()}, 3;", f"{head}:"]
             self.region(depth - 1, size)
-            self.lines += [f"sub.s32 {counter}, {counter}, 1;", f"setp.gt.s32 %pl, {counter}, 0;", f"@%pl bra {head};"]
+            self.lines += [
+                f"sub.s32 {counter}, {counter}, 1;",
+                f"setp.gt.s32 %pl, {counter}, 0;",
+                f"@%pl bra {head};",
+            ]
         for _ in range(size):
             self.statement()
 
@@ -178,9 +191,7 @@ def random_body(seed: int, depth: int = 2, size: int = 12) -> tuple[str, str, di
     Inputs are INTS + FLOATS words a thread; floats are small and finite at the start.
     """
     b = _Body(seed)
-    declarations = (
-        f".reg .b64 %w<{WIDES}>;\n.reg .b64 %x<{PAIRS}>;\n.reg .b16 %g<{HALVES}>;\n.reg .b32 %c<4>;\n.reg .pred %pl;\n"
-    )
+    declarations = f".reg .b64 %w<{WIDES}>;\n.reg .b64 %x<{PAIRS}>;\n.reg .b16 %g<{HALVES}>;\n.reg .b32 %c<4>;\n.reg .pred %pl;\n"
     n = INTS + FLOATS
     text = [f"mul.lo.s32 %c0, %tid, {4 * n};", "cvt.u64.u32 %a0, %c0;", "add.s64 %a0, %b0, %a0;"]
     text += [f"ld.global.b32 %r{i}, [%a0+{4 * i}];" for i in range(INTS)]

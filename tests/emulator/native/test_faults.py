@@ -35,9 +35,7 @@ FAULTS = {
 
 def findings(body: str, backend: str, trace: bool = False) -> list[Finding]:
     out = np.zeros(64, np.uint32)
-    result = run(
-        kernel(body, 1, shared=1024), launch_of([out], shared=1024), backend=backend, trace=trace
-    )
+    result = run(kernel(body, 1, shared=1024), launch_of([out], shared=1024), backend=backend, trace=trace)
     assert not result.completed
     # addresses of buffers differ between runs
     return [

@@ -16,7 +16,9 @@ pytest.importorskip("cutlass")
 def emulate(text: str, arch: str, backend: str, monkeypatch: pytest.MonkeyPatch, **options: object) -> EmulatedCall:  # fmt: skip
     monkeypatch.setenv("FA4TUNE_EMULATOR", backend)
     problem = AttentionProblem.parse(text)
-    return emulate_forward(problem, default_config(problem, arch), choose_gpu(None, arch), counters=True, **options)  # type: ignore[arg-type]
+    return emulate_forward(
+        problem, default_config(problem, arch), choose_gpu(None, arch), counters=True, **options
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("late", [None, 5])
