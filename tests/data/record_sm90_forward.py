@@ -3,10 +3,10 @@
     python tests/data/record_sm90_forward.py export DIR    where the compiler is: kernels and inputs
     python DIR/record.py OUT.safetensors                   where the GPU is: no compiler needed
 
-Inputs come in two kinds. ``exact``: every product, sum and power of two is exact by construction, so O must
-be bit-equal. Scores are small integers in log2 units. Under a full mask the row sum is a power of two. Under a
-causal mask the score is minus the distance to the diagonal, and V is zero but for eight adjacent keys, so that
-partial sums of O fit in 24 bits. ``gaussian``: ordinary values, which round.
+Inputs come in two kinds. ``exact``: every product, sum and power of two is exact by construction, so O
+must be bit-equal. Scores are small integers in log2 units. Under a full mask the row sum is a power of
+two. Under a causal mask the score is minus the distance to the diagonal, and V is zero but for eight
+adjacent keys, so that partial sums of O fit in 24 bits. ``gaussian``: ordinary values, which round.
 """
 
 from __future__ import annotations
