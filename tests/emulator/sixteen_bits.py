@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
-from emulator_harness import exact, round_to
+
+from tests.emulator.emulator_harness import exact, round_to
 
 #: format: (significand bits, smallest exponent, largest exponent)
 FORMATS = {"bf16": (8, -126, 127), "f16": (11, -14, 15)}

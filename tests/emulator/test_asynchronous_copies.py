@@ -1,4 +1,4 @@
-# ruff: noqa: E501  (a PTX statement stays on one line)
+
 """mbarriers, TMA tensors, bulk copies and their groups, eagerly and late."""
 
 from __future__ import annotations
@@ -7,10 +7,10 @@ import struct
 
 import numpy as np
 import pytest
-from emulator_harness import execute, kernel, launch_of
 
 from fa4tune.emulator import tensor_map
 from fa4tune.emulator.machine import Result, run
+from tests.emulator.emulator_harness import execute, kernel, launch_of
 
 ELEMENT = {"u1": 0, "u2": 1, "u4": 2, "i4": 3, "f2": 6, "f4": 7, "bf16": 10}
 ALL_MODES = [None, 1, 2, 3]

@@ -14,9 +14,10 @@ from fa4tune.emulator.capture import capture, parameter_sizes
 from fa4tune.errors import EmulationError
 
 cute = pytest.importorskip("cutlass.cute")
-from capture_kernels import THREADS, TILE, load_tile, scale_and_negate  # noqa: E402
-from cutlass import BFloat16, Float32, Int32  # noqa: E402
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor  # noqa: E402
+from cutlass import BFloat16, Float32, Int32
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+
+from tests.emulator.capture_kernels import THREADS, TILE, load_tile, scale_and_negate
 
 
 def _compile(host: Any, *arguments: Any, folder: Path, arch: str = "sm_90a", options: str = "") -> Any:

@@ -8,8 +8,9 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-import sixteen_bits as bf
-from emulator_harness import exact, lanes, random_floats, round_to, same_floats
+
+import tests.emulator.sixteen_bits as bf
+from tests.emulator.emulator_harness import exact, lanes, random_floats, round_to, same_floats
 
 MODES = ["rn", "rz", "rm", "rp"]
 

@@ -1,14 +1,14 @@
-# ruff: noqa: E501  (a PTX statement stays on one line)
+
 """wgmma and tcgen05 against float64 products of matrices whose products and sums are exact."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from emulator_harness import execute, register_list
-from sixteen_bits import encode
 
 from fa4tune.emulator.machine import Result
+from tests.emulator.emulator_harness import execute, register_list
+from tests.emulator.sixteen_bits import encode
 
 LATE = [None, 1, 2]
 

@@ -1,13 +1,13 @@
-# ruff: noqa: E501  (a PTX statement stays on one line)
+
 """Address spaces, divergence, warp-wide instructions, named barriers."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from emulator_harness import execute, kernel, lanes, launch_of
 
 from fa4tune.emulator.machine import Result, run
+from tests.emulator.emulator_harness import execute, kernel, lanes, launch_of
 
 
 def only_error(result: Result) -> str:

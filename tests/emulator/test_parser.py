@@ -1,12 +1,12 @@
-# ruff: noqa: E501  (a PTX statement stays on one line)
+
 from __future__ import annotations
 
 import pytest
-from emulator_harness import kernel, launch_of, line_of
 
 from fa4tune.emulator.machine import load, run
 from fa4tune.emulator.parser import PtxError, parse
 from fa4tune.emulator.ptx import Label, Memory, Register, Vector
+from tests.emulator.emulator_harness import kernel, launch_of, line_of
 
 
 def test_parse_entry_with_parameters_directives_and_registers() -> None:

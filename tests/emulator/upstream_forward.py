@@ -38,7 +38,7 @@ def _import_quack_without_triton() -> None:
         package = types.ModuleType("quack")
         package.__path__ = list(spec.submodule_search_locations)
         sys.modules["quack"] = package
-        import quack.dsl  # noqa: F401  (extends CuTe's tensors)
+        import quack.dsl
 
 
 def main(arch: str, head_dim: int, mask: str, folder: Path) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from emulator_harness import kernel, launch_of
 
 from fa4tune.emulator.findings import Finding
 from fa4tune.emulator.machine import run
 from fa4tune.errors import EmulationError
+from tests.emulator.emulator_harness import kernel, launch_of
 
 FAULTS = {
     "global store out of bounds": "mul.wide.u32 %off, %tid, 64;\nadd.s64 %a0, %b0, %off;\nst.global.b32 [%a0], %tid;",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from emulator_harness import kernel, launch_of
-from random_programs import FLOATS, INTS, random_body
 
 from fa4tune.emulator.machine import Result, run
+from tests.emulator.emulator_harness import kernel, launch_of
+from tests.emulator.native.random_programs import FLOATS, INTS, random_body
 
 
 def execute(seed: int, backend: str, threads: int, late: int | None) -> tuple[np.ndarray, np.ndarray, Result]:

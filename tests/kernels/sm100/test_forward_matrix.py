@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from matrix import FACTORS, GPU, KERNEL_FACTORS, LENGTHS, Case, make_case, pairwise_cases, refusal
 
 from fa4tune.emulator.attention import EmulatedCall, emulate_forward
 from fa4tune.kernels.compile import CompiledKernel, compile_kernel, compile_many
@@ -16,6 +15,16 @@ from fa4tune.kernels.inputs import AttentionInputs, gaussian_inputs, heavy_taile
 from fa4tune.kernels.kernel_class import KernelClass
 from fa4tune.kernels.reference import attention, attention_rounded, errors_against, polynomial_exp2
 from fa4tune.problem import AttentionProblem
+from tests.kernels.sm100.matrix import (
+    FACTORS,
+    GPU,
+    KERNEL_FACTORS,
+    LENGTHS,
+    Case,
+    make_case,
+    pairwise_cases,
+    refusal,
+)
 
 CASES, REFUSED = pairwise_cases()
 
