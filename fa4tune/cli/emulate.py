@@ -38,6 +38,12 @@ def emulate(
         ),
     ] = None,
     counters: Annotated[bool, typer.Option("--counters", help="Count instructions, bytes and MMAs.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Look for races, missing fences and waits, uninitialised reads.")
+    ] = False,
+    waive: Annotated[
+        list[str] | None, typer.Option("--waive", metavar="NAME", help="A habit that is no finding.")
+    ] = None,
     inputs: Annotated[
         Path | None, typer.Option("--inputs", metavar="FILE", help="q, k, v from a safetensors file.")
     ] = None,
@@ -61,12 +67,14 @@ def emulate(
             seed=seed,
             late=late,
             counters=counters,
+            check=check,
+            waivers=waive or (),
             progress=progress,
         )
     if json:
-        emit_json(_as_dict(call, str(knobs), chosen.name, late))
+        emit_json({**_as_dict(call, str(knobs), chosen.name, late), "check": check})
     else:
-        _show(call, str(knobs), f"{chosen.title} ({chosen.arch})", late)
+        _show(call, str(knobs), f"{chosen.title} ({chosen.arch})", late, check)
     if not call.passed:
         raise SystemExit(1)
 
@@ -140,14 +148,14 @@ def _as_dict(call: EmulatedCall, config: str, gpu: str, late: int | None) -> dic
     }
 
 
-def _show(call: EmulatedCall, config: str, gpu: str, late: int | None) -> None:
+def _show(call: EmulatedCall, config: str, gpu: str, late: int | None, check: bool) -> None:
     from rich.console import Console
     from rich.markup import escape
 
     from fa4tune.emulator.attention import LSE_BOUND, OUT_BOUND
 
     console = Console(highlight=False)
-    mode = "eager" if late is None else f"late, seed {late}"
+    mode = ("eager" if late is None else f"late, seed {late}") + (", checked" if check else "")
     console.print(f"[bold]{call.problem}[/] for {gpu}, emulated ({mode})", soft_wrap=True)
     console.print(f"config {config}", soft_wrap=True)
     console.print(f"{sum(r.warp_instructions for r in call.results):,} warp instructions")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,8 +57,9 @@ class EmulatedCall:
 
     @property
     def passed(self) -> bool:
-        """Accurate, complete, and without a finding."""
-        return self.accurate and not self.findings and all(r.completed for r in self.results)
+        """Accurate, complete, and without a finding that is not waived."""
+        stand = [f for f in self.findings if f.severity != "waived"]
+        return self.accurate and not stand and all(r.completed for r in self.results)
 
 
 def read_inputs(path: Path, problem: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -135,6 +136,8 @@ def emulate_forward(
     late: int | None = None,
     counters: bool = False,
     trace: bool = False,
+    check: bool = False,
+    waivers: Iterable[str] = (),
     progress: Callable[[int, int], None] | None = None,
     kernel: CompiledKernel | None = None,
 ) -> EmulatedCall:
@@ -143,7 +146,7 @@ def emulate_forward(
     Args:
         inputs: q, k, v; Gaussian from ``seed`` if None.
         softmax_scale: factor of the scores; 1/sqrt(head_dim) if None.
-        late, counters, trace, progress: as :func:`fa4tune.emulator.machine.run` takes them.
+        late, counters, trace, check, waivers, progress: as :func:`fa4tune.emulator.machine.run` takes them.
         kernel: a kernel of that class that is compiled already.
 
     Raises:
@@ -173,7 +176,18 @@ def emulate_forward(
         for launched in capture(
             kernel, args, ptx=ptx, names=names, read_only=("mQ", "mK", "mV"), sm_count=gpu.sm_count
         ):
-            results.append(run(ptx, launched, late=late, counters=counters, trace=trace, progress=progress))
+            results.append(
+                run(
+                    ptx,
+                    launched,
+                    late=late,
+                    counters=counters,
+                    trace=trace,
+                    check=check,
+                    waivers=waivers,
+                    progress=progress,
+                )
+            )
 
     call = forward_caller(host, names, sm_count=gpu.sm_count, window=problem.window)
     scale = problem.head_dim**-0.5 if softmax_scale is None else softmax_scale

@@ -36,6 +36,8 @@ KINDS: dict[str, str] = {
     "uninitialised-tmem": "tensor memory read that nothing wrote since its allocation",
     "uninitialised-register": "a register read that no instruction wrote",
     "mbarrier-init-race": "an mbarrier used where nothing orders its initialisation before",
+    "missing-mbarrier-fence": "an mbarrier signalled by an asynchronous unit, or from another CTA, without a "
+    "fence.mbarrier_init (or fence.proxy.async) after its initialisation",
     "mbarrier-reuse": "an mbarrier initialised or invalidated where nothing orders its earlier uses before",
     "mbarrier-data": "data stored to, or read from, the bytes of a live mbarrier",
     "mbarrier-bytes": "a CTA exits while bytes that an mbarrier expects have not arrived, or the reverse",

@@ -62,6 +62,7 @@ class Agent:
     groups: dict[str, int] = field(default_factory=dict)  #: closed groups of each
     numbers: dict[tuple[int, bool], int] = field(default_factory=dict)
     fenced: Array | None = None  #: clocks at the last fence, for a relaxed arrival
+    initialised: list[Any] = field(default_factory=list)  #: its mbarriers since the last fence for them
     loading: int = 0  #: registers (bits) that a tcgen05.ld writes
     flying: list[tuple[int, int]] = field(default_factory=list)  #: wgmma groups and their registers
     flying_mask: int = 0
@@ -100,6 +101,7 @@ class _Clocks:
         self.done: Array = self.coming.copy()
         self.rounds: dict[int, Array] = {}
         self.init: tuple[int, int] = (0, 0)
+        self.fenced = False
         self.uses: Array = np.zeros(size, np.int32)
 
 
@@ -109,6 +111,7 @@ class ClusterChecks:
     def __init__(self, checks: Checks, cluster: Any) -> None:
         self.checks = checks
         self.cluster = cluster
+        cluster.units.random = cluster.random
         warps = len(cluster.warps)
         self.size = 1 + 7 * warps + 256 * cluster.size
         self.components = 1
@@ -209,6 +212,10 @@ class ClusterChecks:
     def fence(self, w: Any, scope: str, modifiers: tuple[str, ...]) -> None:
         """``fence`` of any kind."""
         agent = w.agent
+        if scope == "mbarrier_init" or (scope.startswith("proxy") and "async" in scope):
+            for clocks in agent.initialised:
+                clocks.fenced = True
+            agent.initialised.clear()
         if scope.startswith("proxy"):
             if "async" in scope and "global" not in modifiers:
                 np.maximum(agent.clock[PROXIED], agent.clock[KNOWN], out=agent.clock[PROXIED])
@@ -254,6 +261,7 @@ class ClusterChecks:
             clocks = _Clocks(self.size, old.component, old.base + old.phase + 1)
         self.places[place] = self.mbarriers[bar] = clocks
         clocks.init = (agent.component, agent.epoch)
+        agent.initialised.append(clocks)
         self._write_barrier(w, bar, live=True)
 
     def inval(self, w: Any, bar: MBarrier) -> None:
@@ -303,6 +311,7 @@ class ClusterChecks:
             )
         clocks.uses[agent.component] = agent.epoch
         if bar.cta is not w.cta:
+            self._require_fence(bar, clocks, w, agent.at)
             self.touch(agent, bar.cta, f"the use of an mbarrier of CTA {bar.cta.label}")
 
     def arrive(self, w: Any, bar: MBarrier, semantics: str = "release") -> None:
@@ -493,10 +502,20 @@ class ClusterChecks:
                 issue.warp,
                 issue.instruction,
             )
+        self._require_fence(bar, clocks, issue.warp, issue.instruction)
         np.maximum(clocks.coming, issue.clock[:SHARED_CLOCKS], out=clocks.coming)
         clocks.coming[:, clocks.component] = epoch
         clocks.uses[clocks.component] = epoch
         return clocks
+
+    def _require_fence(self, bar: MBarrier, clocks: _Clocks, warp: Any, instruction: Instruction) -> None:
+        if not clocks.fenced:
+            self.checks.report(
+                "missing-mbarrier-fence",
+                f"no fence.mbarrier_init follows the initialisation of the {bar.describe()}",
+                warp,
+                instruction,
+            )
 
     def completed(self, issue: Issued, bar: MBarrier, component: int, epoch: int) -> None:
         """Before an asynchronous unit arrives at an mbarrier for work up to an epoch."""

@@ -1,0 +1,447 @@
+"""How many single faults in the forward kernels' PTX the emulator finds, and what finds them.
+
+One synchronising instruction, descriptor, address or byte count of a kernel is changed at a time, drawn by seed.
+The changed kernel runs under the checks, eagerly and then late over two seeds, until something is found; its
+output is compared with the unchanged kernel's.
+
+    python studies/emulator_mutants.py run [--count 60]    appends to data/emulator_mutants.jsonl, resumes
+    python studies/emulator_mutants.py clean [--seeds 20]  the unchanged kernels under late seeds
+    python studies/emulator_mutants.py summary             table, and data/emulator_mutants.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import signal
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fa4tune.emulator.attention import random_inputs, relative_error
+from fa4tune.emulator.capture import capture
+from fa4tune.emulator.findings import Finding
+from fa4tune.emulator.launch import Launch
+from fa4tune.emulator.machine import run
+from fa4tune.errors import EmulationError
+from fa4tune.hardware.gpu import choose_gpu
+from fa4tune.kernels.compile import compile_kernel
+from fa4tune.kernels.config import default_config
+from fa4tune.kernels.kernel_class import KernelClass
+from fa4tune.problem import AttentionProblem
+from fa4tune.runtime.arguments import forward_caller
+
+DATA = Path(__file__).parent / "data"
+LINES = DATA / "emulator_mutants.jsonl"
+SUMMARY = DATA / "emulator_mutants.json"
+
+#: Two query tiles a CTA (one CTA, or pair, does all the work) and more key tiles than stages.
+KERNELS = {
+    "sm_90a": ("b1_hq1_hk1_sq256_sk512_d64_dv64_bf16_full_fwd", 1),
+    "sm_100a": ("b1_hq1_hk1_sq1024_sk1024_d128_dv128_bf16_full_fwd", 2),
+}
+LATE_SEEDS = (1, 2, 3)
+TIME_LIMIT = 240
+"""Seconds of one run after which a mutant counts as hung."""
+
+# -- edits
+
+Edit = Callable[[re.Match[str]], "list[str] | None"]
+
+
+def _drop(match: re.Match[str]) -> list[str]:
+    return [f"// {match[0].strip()}"]
+
+
+def _twice(match: re.Match[str]) -> list[str]:
+    return [match[0], match[0]]
+
+
+def _number(group: str, delta: int) -> Edit:
+    """Add to a literal."""
+
+    def edit(match: re.Match[str]) -> list[str]:
+        text, (start, end) = match[0], match.span(group)
+        value = int(match[group]) + delta
+        return [text[: start - match.start()] + str(value) + text[end - match.start() :]]
+
+    return edit
+
+
+def _value(group: str, delta: int, operation: str = "add.s32", kind: str = "b32") -> Edit:
+    """Add to an operand, through a register of its own."""
+
+    def edit(match: re.Match[str]) -> list[str]:
+        text, (start, end) = match[0], match.span(group)
+        changed = text[: start - match.start()] + "%mutant" + text[end - match.start() :]
+        return [f".reg .{kind} %mutant;", f"{operation} %mutant, {match[group]}, {delta};", changed]
+
+    return edit
+
+
+def _offset(group: str, delta: int) -> Edit:
+    """Add to the literal part of an address."""
+
+    def edit(match: re.Match[str]) -> list[str]:
+        text, (start, end) = match[0], match.span(group)
+        base, _, offset = match[group].partition("+")
+        address = f"{base}+{int(offset or 0) + delta}"
+        return [text[: start - match.start()] + address + text[end - match.start() :]]
+
+    return edit
+
+
+def _always(match: re.Match[str]) -> list[str]:
+    return [f"setp.eq.u32 {match['p']}, 0, 0;"]
+
+
+_ADDRESS = r"\[(?P<a>[^\],]+)\]"
+_WAIT = rf"mbarrier\.(?:try|test)_wait\S*\s+(?P<p>%?\w+), {_ADDRESS}, (?P<v>%\w+)[^;]*;"
+_ARRIVE = rf"mbarrier\.arrive(?!\.expect)\S*\s+(?:[%\w]+, )?{_ADDRESS}[^;]*;"
+_EXPECT = rf"mbarrier\.arrive\.expect_tx\S*\s+(?:[%\w]+, )?{_ADDRESS}, (?P<v>[%\w]+);"
+_INIT = rf"mbarrier\.init\S*\s+{_ADDRESS}, (?P<v>[%\w]+);"
+_BAR = r"bar\.(?:sync|arrive)\s+(?P<n>[%\w]+)(?:, (?P<c>\d+))?;"
+_LOAD = (
+    r"cp\.async\.bulk\.tensor\.\S*shared::\w+\.global\S* "
+    + _ADDRESS
+    + r", \[[^\]]*\], \[(?P<b>[^\]]+)\][^;]*;"
+)
+_STORE = r"cp\.async\.bulk\.tensor\.\S*global\.shared\S* \[[^\]]*\], " + _ADDRESS + r"[^;]*;"
+_COMMIT = rf"tcgen05\.commit\S*\s+{_ADDRESS}[^;]*;"
+_TMEM_MMA = (
+    r"tcgen05\.mma\.\S* \[(?P<d>[^\]]+)\], (?P<A>%rd\d+|\[[^\]]+\]), (?P<B>%rd\d+), (?P<i>%r\d+),[^;]*;"
+)
+_WGMMA = r"wgmma\.mma_async\.\S* \{[^}]*\}, (?P<A>%rd\d+|\{[^}]*\}), (?P<B>%rd\d+),[^;]*;"
+
+#: Category, name, what an instruction looks like, and what becomes of it.
+EDITS: tuple[tuple[str, str, str, Edit], ...] = (
+    ("wait", "mbarrier wait removed", _WAIT, _always),
+    ("wait", "mbarrier wait for the other parity", _WAIT, _value("v", 1, "xor.b32")),
+    ("stage", "mbarrier wait on the next barrier", _WAIT, _offset("a", 8)),
+    ("stage", "mbarrier wait on the barrier before", _WAIT, _offset("a", -8)),
+    ("arrival", "arrival removed", _ARRIVE, _drop),
+    ("arrival", "arrival twice", _ARRIVE, _twice),
+    ("stage", "arrival at the next barrier", _ARRIVE, _offset("a", 8)),
+    ("bytes", "expected bytes + 16", _EXPECT, _value("v", 16)),
+    ("bytes", "expected bytes - 1024", _EXPECT, _value("v", -1024)),
+    ("arrival", "expecting arrival removed", _EXPECT, _drop),
+    ("stage", "expecting arrival at the next barrier", _EXPECT, _offset("a", 8)),
+    ("arrival", "mbarrier count + 1", _INIT, _value("v", 1)),
+    ("arrival", "mbarrier count doubled", _INIT, _value("v", 2, "mul.lo.s32")),
+    ("arrival", "mbarrier initialisation removed", _INIT, _drop),
+    ("wait", "named barrier removed", _BAR, _drop),
+    ("arrival", "named barrier for 32 threads more", r"bar\.(?:sync|arrive)\s+\S+, (?P<c>\d+);", _number("c", 32)),
+    ("stage", "named barrier of the next number", _BAR, _value("n", 1)),
+    ("wait", "cluster barrier's wait removed", r"barrier\.cluster\.wait;", _drop),
+    ("arrival", "cluster barrier's arrival removed", r"barrier\.cluster\.arrive;", _drop),
+    ("fence", "proxy fence removed", r"fence\.proxy\.async[^;]*;", _drop),
+    ("fence", "mbarrier_init fence removed", r"fence\.mbarrier_init[^;]*;", _drop),
+    ("fence", "wgmma.fence removed", r"wgmma\.fence[^;]*;", _drop),
+    ("fence", "tcgen05.fence::before removed", r"tcgen05\.fence::before[^;]*;", _drop),
+    ("fence", "tcgen05.fence::after removed", r"tcgen05\.fence::after[^;]*;", _drop),
+    ("wait", "tcgen05.wait::ld removed", r"tcgen05\.wait::ld[^;]*;", _drop),
+    ("wait", "tcgen05.wait::st removed", r"tcgen05\.wait::st[^;]*;", _drop),
+    ("wait", "wgmma.wait_group removed", r"wgmma\.wait_group[^;]*;", _drop),
+    ("wait", "wgmma.wait_group leaves one more", r"wgmma\.wait_group\S*\s+(?P<c>\d+);", _number("c", 1)),
+    ("wait", "bulk wait_group removed", r"cp\.async\.bulk\.wait_group[^;]*;", _drop),
+    ("wait", "bulk wait_group leaves one more", r"cp\.async\.bulk\.wait_group\S*\s+(?P<c>\d+);", _number("c", 1)),
+    ("commit", "bulk commit_group removed", r"cp\.async\.bulk\.commit_group[^;]*;", _drop),
+    ("commit", "wgmma.commit_group removed", r"wgmma\.commit_group[^;]*;", _drop),
+    ("commit", "tcgen05.commit removed", _COMMIT, _drop),
+    ("commit", "tcgen05.commit twice", _COMMIT, _twice),
+    ("stage", "tcgen05.commit to the next barrier", _COMMIT, _offset("a", 8)),
+    ("stage", "load to 1 KiB further", _LOAD, _offset("a", 1024)),
+    ("stage", "load that signals the next barrier", _LOAD, _offset("b", 8)),
+    ("bytes", "load removed", _LOAD, _drop),
+    ("stage", "store from 1 KiB further", _STORE, _offset("a", 1024)),
+    ("descriptor", "operand A 32 bytes further", _WGMMA.replace(r"|\{[^}]*\}", ""), _value("A", 2, "add.s64", "b64")),
+    ("descriptor", "operand B 32 bytes further", _WGMMA, _value("B", 2, "add.s64", "b64")),
+    ("descriptor", "operand B of another swizzle", _WGMMA, _value("B", 1 << 62, "xor.b64", "b64")),
+    ("descriptor", "operand B 32 bytes further", _TMEM_MMA, _value("B", 2, "add.s64", "b64")),
+    ("descriptor", "operand B's stride + 16 bytes", _TMEM_MMA, _value("B", 1 << 32, "add.s64", "b64")),
+    ("descriptor", "operand A 32 bytes further", _TMEM_MMA.replace(r"|\[[^\]]+\]", ""),
+     _value("A", 2, "add.s64", "b64")),
+    ("descriptor", "accumulator a column further", _TMEM_MMA, _offset("d", 1)),
+    ("descriptor", "instruction descriptor with N - 32", _TMEM_MMA, _value("i", -(4 << 17))),
+    ("stage", "tcgen05.ld a column further", rf"tcgen05\.ld\.\S* \{{[^}}]*\}}, {_ADDRESS};", _offset("a", 1)),
+    ("stage", "tcgen05.st a column further", rf"tcgen05\.st\.\S* {_ADDRESS}, \{{[^}}]*\}};", _offset("a", 1)),
+    ("commit", "tcgen05.dealloc removed", r"tcgen05\.dealloc[^;]*;", _drop),
+    ("commit", "permit kept", r"tcgen05\.relinquish_alloc_permit[^;]*;", _drop),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One edit of one line (from 1) of a kernel's PTX."""
+
+    arch: str
+    category: str
+    edit: str
+    line: int
+    text: str
+    changed: str
+
+
+def mutants(arch: str, ptx: str) -> Iterator[Mutant]:
+    """Every edit at every place."""
+    for number, text in enumerate(ptx.splitlines(), 1):
+        for category, name, pattern, edit in EDITS:
+            match = re.search(pattern, text)
+            if match is not None:
+                new = edit(match)
+                if new is not None:
+                    guard = text[: match.start()]
+                    changed = " ".join([*new[:-1], guard + new[-1] + text[match.end() :]])
+                    if name.endswith("twice"):
+                        changed = f"{text} {text}"
+                    if name.endswith("removed") and new[-1].startswith("//"):
+                        changed = f"// {text}"
+                    yield Mutant(arch, category, name, number, text.strip(), changed)
+
+
+def drawn(arch: str, ptx: str, executed: set[int], count: int, seed: int) -> list[Mutant]:
+    """``count`` mutants of executed lines: kinds of edit in turn, places at random."""
+    by_edit: dict[str, list[Mutant]] = defaultdict(list)
+    for mutant in mutants(arch, ptx):
+        if mutant.line in executed:
+            by_edit[mutant.edit].append(mutant)
+    rng = random.Random(f"{arch}/{seed}")
+    for places in by_edit.values():
+        rng.shuffle(places)
+    order = sorted(by_edit)
+    rng.shuffle(order)
+    out: list[Mutant] = []
+    while len(out) < count and any(by_edit.values()):
+        out.extend(by_edit[name].pop() for name in order if by_edit[name])
+    return out[:count]
+
+
+# -- running
+
+
+class _TimeOutError(Exception):
+    pass
+
+
+@dataclass
+class Subject:
+    """A kernel with its launch and tensors."""
+
+    arch: str
+    ptx: str
+    launches: list[Launch]
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    def run(self, ptx: str, late: int | None, **options: Any) -> tuple[list[Finding], bool]:
+        """Findings, and whether every launch completed."""
+        self.out.fill_(float("nan"))
+        self.lse.fill_(float("nan"))
+        findings: list[Finding] = []
+        for launch in self.launches:
+            result = run(ptx, launch, check=True, late=late, **options)
+            findings.extend(result.findings)
+            if not result.completed:
+                return findings, False
+        return findings, True
+
+
+def subject(arch: str) -> Subject:
+    """The default kernel of a study problem, on a GPU so small that each CTA does several tiles."""
+    text, sms = KERNELS[arch]
+    problem = AttentionProblem.parse(text)
+    gpu = choose_gpu(None, arch)
+    kernel = compile_kernel(KernelClass.from_problem(problem, default_config(problem, arch), arch))
+    q, k, v = random_inputs(problem, 1)
+    out = torch.full_like(q, float("nan"))
+    lse = torch.full((1, problem.heads, problem.seqlen_q), float("nan"))
+    launches: list[Launch] = []
+    names = [a.name for a in kernel.signature]
+
+    def host(*args: Any) -> None:
+        launches.extend(
+            capture(kernel, args, ptx=kernel.ptx, names=names, read_only=("mQ", "mK", "mV"), sm_count=sms)
+        )
+
+    small = replace(gpu, sm_count=sms)
+    forward_caller(host, names, sm_count=small.sm_count, window=problem.window)(
+        q, k, v, out, lse, problem.head_dim**-0.5
+    )
+    return Subject(arch, kernel.ptx, launches, out, lse)
+
+
+def applied(ptx: str, mutant: Mutant) -> str:
+    """The PTX with the edit; line numbers stay."""
+    lines = ptx.splitlines()
+    lines[mutant.line - 1] = mutant.changed
+    return "\n".join(lines) + "\n"
+
+
+def executed(s: Subject) -> set[int]:
+    """The lines that some warp of the unchanged kernel executes."""
+    lines: set[int] = set()
+    for launch in s.launches:
+        result = run(s.ptx, launch, counters=True, backend="plain")
+        assert result.counters is not None
+        for warp in result.counters.warps:
+            lines.update(line for line, n in warp.lines.items() if n)
+    return lines
+
+
+def judge(s: Subject, mutant: Mutant, expected: tuple[torch.Tensor, torch.Tensor]) -> dict[str, Any]:
+    """Run a mutant and say what killed it."""
+    began = time.perf_counter()
+    ptx = applied(s.ptx, mutant)
+    record: dict[str, Any] = {
+        "arch": mutant.arch, "category": mutant.category, "edit": mutant.edit, "line": mutant.line,
+        "text": mutant.text, "changed": mutant.changed, "verdict": "survived", "killed_by": "", "mode": "",
+    }  # fmt: skip
+    for late in (None, *LATE_SEEDS):
+        signal.alarm(TIME_LIMIT)
+        try:
+            findings, completed = s.run(ptx, late)
+        except EmulationError as error:
+            record |= {"verdict": "killed", "killed_by": "refused", "message": str(error)}
+            break
+        except _TimeOutError:
+            record |= {"verdict": "hung", "killed_by": ""}
+            break
+        finally:
+            signal.alarm(0)
+        kinds = list(dict.fromkeys(f.kind for f in findings))
+        mode = "eager" if late is None else f"late {late}"
+        if findings:
+            first = findings[0]
+            record |= {
+                "verdict": "killed", "killed_by": kinds[0], "kinds": kinds, "mode": mode,
+                "completed": completed, "message": str(first)[:400], "found_at": first.line,
+            }  # fmt: skip
+            break
+        differs = not torch.equal(s.out.view(torch.int16), expected[0].view(torch.int16))
+        if differs or not torch.equal(s.lse, expected[1]):
+            record |= {
+                "verdict": "killed", "killed_by": "wrong result", "mode": mode,
+                "error": relative_error(s.out, expected[0].double()),
+            }  # fmt: skip
+            break
+    record["seconds"] = round(time.perf_counter() - began, 2)
+    return record
+
+
+def _alarm(number: int, frame: object) -> None:
+    raise _TimeOutError
+
+
+def run_all(count: int, seed: int) -> None:
+    """Judge ``count`` mutants a kernel; those in the file already are left out."""
+    signal.signal(signal.SIGALRM, _alarm)
+    done = {(r["arch"], r["edit"], r["line"]) for r in read_lines()}
+    for arch in KERNELS:
+        s = subject(arch)
+        findings, completed = s.run(s.ptx, None)
+        if findings or not completed:
+            raise SystemExit(f"the unchanged {arch} kernel is not clean: {[str(f) for f in findings]}")
+        expected = s.out.clone(), s.lse.clone()
+        for mutant in drawn(arch, s.ptx, executed(s), count, seed):
+            if (arch, mutant.edit, mutant.line) in done:
+                continue
+            record = judge(s, mutant, expected)
+            with LINES.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+            print(
+                f"{arch} {mutant.edit} (line {mutant.line}): {record['verdict']} {record['killed_by']}",
+                flush=True,
+            )
+
+
+def clean(seeds: int) -> None:
+    """The unchanged kernels must give no finding, eagerly and over late seeds."""
+    for arch in KERNELS:
+        s = subject(arch)
+        for late in (None, *range(seeds)):
+            findings, completed = s.run(s.ptx, late)
+            print(f"{arch} late={late}: {len(findings)} findings, completed {completed}", flush=True)
+            for finding in findings:
+                print(f"  {finding}")
+
+
+def read_lines() -> list[dict[str, Any]]:
+    """What was judged so far."""
+    if not LINES.exists():
+        return []
+    return [json.loads(line) for line in LINES.read_text().splitlines() if line.strip()]
+
+
+# -- summary
+
+#: Why a mutant that nothing kills computes the same, by edit and text of the instruction.
+ARGUMENTS: tuple[tuple[str, str, str], ...] = ()
+
+
+def argument(record: dict[str, Any]) -> str | None:
+    """The argument that a surviving mutant is equivalent, or None: it was missed."""
+    for edit, pattern, why in ARGUMENTS:
+        if record["edit"] == edit and re.search(
+            pattern, f"{record['arch']} {record['line']} {record['text']}"
+        ):
+            return why
+    return None
+
+
+def summary() -> None:
+    """Print the table and write the JSON."""
+    records = read_lines()
+    for record in records:
+        if record["verdict"] == "survived":
+            why = argument(record)
+            record["verdict"] = "missed" if why is None else "equivalent"
+            record["argument"] = why
+    table: dict[str, Any] = {}
+    for arch in KERNELS:
+        mine = [r for r in records if r["arch"] == arch]
+        verdicts = Counter(r["verdict"] for r in mine)
+        killers = Counter(r["killed_by"] for r in mine if r["verdict"] == "killed")
+        stuck = [r for r in mine if not r.get("completed", True) and "deadlock" in r.get("kinds", ())]
+        table[arch] = {
+            "mutants": len(mine), "verdicts": dict(verdicts), "killed_by": dict(killers.most_common()),
+            "deadlocks": len(stuck), "hung": verdicts.get("hung", 0),
+            "missed_share": verdicts.get("missed", 0) / max(len(mine), 1),
+            "by_category": {
+                c: dict(Counter(r["verdict"] for r in mine if r["category"] == c))
+                for c in sorted({r["category"] for r in mine})
+            },
+        }  # fmt: skip
+        print(f"{arch}: {len(mine)} mutants, {dict(verdicts)}; {len(stuck)} deadlocks, all diagnosed")
+        for name, n in killers.most_common():
+            print(f"  {n:4d} killed by {name}")
+        for r in mine:
+            if r["verdict"] in ("missed", "hung"):
+                print(f"  {r['verdict']}: {r['edit']} at line {r['line']} `{r['text'][:100]}`")
+    SUMMARY.write_text(json.dumps({"kernels": table, "mutants": records}, indent=1) + "\n")
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("command", choices=("run", "clean", "summary"))
+    parser.add_argument("--count", type=int, default=75, help="mutants a kernel")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    parser.add_argument("--seeds", type=int, default=20, help="late seeds of the clean runs")
+    arguments = parser.parse_args()
+    if arguments.command == "run":
+        run_all(arguments.count, arguments.seed)
+    elif arguments.command == "clean":
+        clean(arguments.seeds)
+    else:
+        summary()
+
+
+if __name__ == "__main__":
+    main()
