@@ -281,8 +281,13 @@ def ex2_ftz(x: Array) -> Array:
 
 
 def lg2(x: Array) -> Array:
-    """Base-2 logarithm in float32 (PTX: absolute error 2**-22 near 1)."""
-    return np.log2(x.astype(F8)).astype(F4)
+    """Base-2 logarithm in float32, correctly rounded (PTX: absolute error 2**-22 near 1)."""
+    s = np.log2(x.astype(F8))
+    r = s.astype(F4)
+    doubt = np.left_shift(s.view(U8) - _BELOW_HALF_ULP, _SHIFT35.astype(U8)) < _WIDTH_OF_DOUBT
+    if b"\x01" in doubt.tobytes():
+        r[doubt] = np.log2(x[doubt].astype(np.longdouble)).astype(F4)
+    return r
 
 
 def rcp(x: Array) -> Array:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -189,6 +190,8 @@ class Cluster:
 
 class Machine:
     """One launch being executed."""
+
+    parallel = False  #: whether clusters may run side by side
 
     def __init__(
         self,
@@ -406,6 +409,7 @@ def run(
     waivers: Iterable[str] = (),
     progress: Progress | None = None,
     backend: str | None = None,
+    workers: int = 1,
 ) -> Result:
     """Execute one kernel launch on the CPU. Buffers of the launch are read and written in place.
 
@@ -424,6 +428,8 @@ def run(
         backend: ``native`` code through LLVM and a C compiler, the ``plain`` NumPy code, whose results are
             the same bits, or ``auto``: native where it can be had. None: what the environment variable
             ``FA4TUNE_EMULATOR`` says, else ``auto``.
+        workers: cores that run clusters side by side, where native code runs them, no trace is asked for and
+            they share no atomics; results are those of one core.
 
     Returns:
         findings, counters and trace. A kernel that hangs or faults gives a finding, not an exception.
@@ -445,13 +451,27 @@ def run(
     gx, gy, gz = (g // c for g, c in zip(launch.grid, shape, strict=True))
     total = gx * gy * gz
     counted: list[WarpCounters] = []
-    with np.errstate(all="ignore"), single_thread(), machine.session():
-        for number in range(total):
-            first = (
-                number % gx * shape[0],
-                number // gx % gy * shape[1],
-                number // (gx * gy) * shape[2],
+    positions = [
+        (n % gx * shape[0], n // gx % gy * shape[1], n // (gx * gy) * shape[2]) for n in range(total)
+    ]
+    if min(workers, total) > 1 and not check and machine.parallel and not trace:
+        from fa4tune.emulator.native.parallel import run_clusters
+
+        make = partial(
+            _machine, backend, module, compiler, launch, late=late, counters=counters, trace=False
+        )
+        with single_thread():
+            done, result.matrix_seconds = run_clusters(
+                make, positions, min(workers, total), counters, progress
             )
+        result.findings.extend(f for c in done for f in c.findings)
+        result.completed = len(done) == total and done[-1].finished
+        result.warp_instructions = sum(c.steps for c in done)
+        if counters:
+            result.counters = Counters([w for c in done for w in c.counters])
+        return result
+    with np.errstate(all="ignore"), single_thread(), machine.session():
+        for number, first in enumerate(positions):
             cluster = machine.new_cluster(first)
             finished = machine.run_cluster(cluster)
             if counters:

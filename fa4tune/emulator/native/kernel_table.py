@@ -93,8 +93,8 @@ def _float(operation: Operation, parts: list[str], half_floats: bool) -> Kernel 
         return None
     if name == "copysign":
         return "copysign_f", (), False
-    if name == "ex2":
-        return f"ex2{suffix}_f", (), False
+    if name in ("ex2", "lg2"):
+        return f"{name}{suffix}_f", (), False
     if name in ("rcp", "rsqrt", "sqrt") and flags[0] in ("approx", "rn"):
         return f"{name}{suffix}_f", (), False
     if name == "div" and flags[0] in ("rn", "approx", "full"):

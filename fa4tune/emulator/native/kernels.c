@@ -401,6 +401,22 @@ void k_ex2_ftz_f(float *d, const float *pa, uint32_t mask) {
     LANES { float r = y[i] < 0x1p-126f ? 0.0f : y[i]; d[i] = mask >> i & 1 ? r : d[i]; }
 }
 
+/* log2 rounded once: glibc's double is within a unit, long double decides where that could change the rounding. */
+static float lg2(float x) {
+    double y = log2((double)x);
+    q word;
+    memcpy(&word, &y, 8);
+    return (word & 0x1FFFFFFF) - (0x10000000 - 64) < 128 ? (float)log2l((long double)x) : (float)y;
+}
+void k_lg2_f(float *d, const float *pa, uint32_t mask) {
+    for (int i = 0; i < 32; i++)
+        if (mask >> i & 1) d[i] = lg2(pa[i]);
+}
+void k_lg2_ftz_f(float *d, const float *pa, uint32_t mask) {
+    for (int i = 0; i < 32; i++)
+        if (mask >> i & 1) d[i] = flush(lg2(flush(pa[i])));
+}
+
 /* -- conversions */
 
 #define WIDTHS(of, A) K1(cvt_##of##_16, h, A, a) K1(cvt_##of##_32, u, A, a) K1(cvt_##of##_64, q, A, (l)a)

@@ -18,7 +18,7 @@ from ctypes import (
 READY, BLOCKED, DONE = 0, 1, 2
 OK, SUSPEND, FAULT = 0, 1, 2
 WAIT_NONE, WAIT_MBARRIER, WAIT_NAMED, WAIT_CLUSTER, WAIT_OTHER = range(5)
-MAX_STACK, MAX_WAITERS, MAX_BARS, MAX_WARPS, MAX_MMA, MAX_KINDS = 128, 64, 1024, 512, 512, 16
+MAX_STACK, MAX_WAITERS, MAX_BARS, MAX_WARPS, MAX_MMA, MAX_KINDS = 128, 64, 256, 512, 512, 16
 PATHS = (
     "global_read", "global_write", "smem_read", "smem_write", "dsmem_read", "dsmem_write", "tmem_read",
     "tmem_write", "tma_read", "tma_write", "mma_smem",

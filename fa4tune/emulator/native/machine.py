@@ -22,13 +22,16 @@ from fa4tune.emulator.native import layout, matrix, state
 from fa4tune.emulator.native.jit import NativeProgram
 from fa4tune.emulator.native.layout import BASE_SHIFT, FAULT, HOST, OK, SUSPEND
 from fa4tune.emulator.native.library import library
+from fa4tune.emulator.native.parallel import independent
 from fa4tune.emulator.native.state import field
-from fa4tune.emulator.native.translate import Call
+from fa4tune.emulator.native.translate import Call, Translation
 from fa4tune.emulator.numpy_alu import KIND_DTYPE
 from fa4tune.emulator.scheduler import run_cluster
 from fa4tune.emulator.warp import BLOCKED, LOCAL_BYTES, READY, Warp
 
 _FULL = 0xFFFFFFFF
+#: Special registers that differ between CTAs, by how their names begin.
+_PER_CTA = ("%ctaid", "%clusterid", "%cluster_ctaid", "%cluster_ctarank", "%smid")
 _RUN = ctypes.CFUNCTYPE(c_int32, c_void_p)
 
 
@@ -51,8 +54,10 @@ class NativeMachine(Machine):
         self.native = native
         self.struct = layout.MachineState()
         super().__init__(*args, **options)
+        self.parallel = independent(self.program)
         self.host_functions: dict[int, HostFunction] = {}
         self.warps: dict[int, NativeWarp] = {}
+        self.special_templates: dict[int, Array] = {}
         self.error: BaseException | None = None
         self.cluster: NativeCluster | None = None
         self.callback = HOST(self._host)
@@ -252,19 +257,28 @@ class NativeWarp(Warp):
         s.visits = state.address_of(self._visits)
         s.index, s.threads = index, self.threads
 
-    def _special_memory(self, translation: Any) -> Array:
+    def _special_memory(self, translation: Translation) -> Array:
+        """Special registers and addresses of variables, as translated code reads them."""
         memory = state.aligned(translation.special_bytes)
-        memory[:8].view(np.uint64)[0] = self.machine.parameters_address
+        known = self.machine.special_templates.get(self.index)
+        if known is None:
+            memory[:8].view(np.uint64)[0] = self.machine.parameters_address
+        else:
+            memory[:] = known
         for (name, offset, base), at in translation.specials.items():
-            if name.startswith("%"):
-                value = self.special[name]
-                if base == "p":
-                    memory[at : at + 4].view(np.uint32)[0] = state.pack_predicate(value.astype(bool))
-                    continue
-            else:
+            if known is not None and name.startswith("%") and not name.startswith(_PER_CTA):
+                continue
+            if not name.startswith("%"):
                 value = np.full(32, self.machine.symbol(name, self.cta) + offset, np.uint64)
+            elif base == "p":
+                memory[at : at + 4].view(np.uint32)[0] = state.pack_predicate(self.special[name].astype(bool))
+                continue
+            else:
+                value = self.special[name]
             dtype = KIND_DTYPE[base]
             memory[at : at + 32 * dtype.itemsize].view(dtype)[...] = value.astype(dtype)
+        if known is None:
+            self.machine.special_templates[self.index] = memory
         return memory
 
     def new_registers(self) -> state.RegisterFile:

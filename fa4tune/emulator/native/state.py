@@ -281,7 +281,7 @@ def pack_predicate(lanes: Array) -> int:
 
 def address_of(array: Array) -> int:
     """Where an array's memory starts."""
-    return int(array.ctypes.data)
+    return int(array.__array_interface__["data"][0])
 
 
 def aligned(nbytes: int) -> Array:
