@@ -523,9 +523,11 @@ class ForwardSm100(TileWalk):
         if later:
             growth = (row_max - finite) * scale_log2
             grown = growth < Float32(-config.rescale_threshold)
-            if softmax.any_lane(grown):
+            # A row that has seen no key yet has nothing to rescale.
+            rescales = grown & (row_max > -Float32.inf)
+            if softmax.any_lane(rescales):
                 factor = exp2_hardware(growth)
-            factor = factor if grown else Float32(1.0)
+            factor = factor if rescales else Float32(1.0)
             finite = finite if grown else row_max
             tile_max = tile_max if grown else row_max
             column, barrier = q, q * 4 + warp
