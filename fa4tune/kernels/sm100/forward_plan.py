@@ -220,6 +220,11 @@ def _knob_reasons(problem: AttentionProblem, config: SM100ForwardConfig) -> list
         reasons.append(
             f"p_split={config.p_split:g} of {tile_n} keys leaves one part without a K step of {MMA_K}"
         )
+    launch, (softmax, _, other) = config.launch_registers, config.registers
+    if softmax < launch:
+        reasons.append(f"{softmax} registers of a softmax thread are fewer than the {launch} it starts with")
+    if other > launch:
+        reasons.append(f"{other} registers of the MMA and TMA warps are more than the {launch} of the launch")
     held = min(tile_n, HELD_COLUMNS)
     if config.registers[0] < held:
         reasons.append(

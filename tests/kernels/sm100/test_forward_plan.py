@@ -211,6 +211,8 @@ def test_o_takes_the_place_of_q_only_where_it_must() -> None:
         ("tile_n=144", {}, ("544 TMEM columns", "tile_n=128 fits")),
         ("registers=208/80/64", {}, ("71680", "65536")),
         ("registers=104/80/64", {}, ("104", "128 scores")),
+        ("registers=120/80/64", {}, ("120", "the 128 it starts with")),
+        ("registers=128/80/136", {}, ("136", "the 128 of the launch")),
         ("rescale_threshold=16", {"dtype": "fp16"}, ("2^16", "65504")),
         ("rescale_threshold=120", {}, ("4096 keys", "float32")),
         ("cta_group=2", {"mask": "causal"}, ("cta_group=2", "causal")),
