@@ -424,6 +424,12 @@ class ClusterChecks:
         agent = w.agent
         return Issued(w, agent.clock.copy(), agent.epoch, agent.at)
 
+    def departed(self, w: Any) -> Issued:
+        """The same for work whose end tells what its issuer knew: what the issuer does next is not part of it."""
+        issue = self.issued(w)
+        w.agent.step()
+        return issue
+
     def access(
         self,
         issue: Issued,

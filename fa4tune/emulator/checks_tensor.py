@@ -199,11 +199,11 @@ def _accumulator(item: Any, rows: int, n: int) -> tuple[slice, slice]:
 def commit(c: ClusterChecks, w: Any, targets: list[Any]) -> tuple[Issued, int, int]:
     """``tcgen05.commit``: what it stands for, to be given to ``completed`` when it arrives."""
     agent = w.agent
-    issue = c.issued(w)
+    access_epoch = agent.epoch
+    issue = c.departed(w)
     epoch = c.close(agent, "mma")
     component = agent.own["mma"]
-    access = Access(component, epoch, "mma", w, agent.epoch, agent.at, "a commit")
+    access = Access(component, epoch, "mma", w, access_epoch, agent.at, "a commit")
     for cta in targets:
         c.reach(access, cta)
-    agent.step()
     return issue, component, epoch

@@ -86,7 +86,7 @@ def _tma_load(operation: Operation) -> RuntimeFunction:
             signals.append((w.cluster.cta(target), w.cluster.cta(signal).mbarrier(bar_where)))
         w.count_bytes("tma_read", nbytes)
         checks = w.cluster.checks
-        issue = None if checks is None else checks.issued(w)
+        issue = None if checks is None else checks.departed(w)
 
         def run() -> None:
             box = tensor_map.read_box(w.machine.memory, tmap, coordinates)
@@ -244,7 +244,7 @@ def _bulk_copy(operation: Operation) -> RuntimeFunction:
                 old[:] = result.view(np.uint8)
 
         checks = w.cluster.checks
-        issue = None if checks is None else checks.issued(w)
+        issue = None if checks is None else checks.departed(w)
         if group and checks is not None:
             _, start = _resolve_bulk(w, src, nbytes, False)
             checks.bulk_read(w, lane, start, nbytes, "a bulk store", True)
@@ -356,7 +356,7 @@ def _cp_mbarrier(operation: Operation) -> RuntimeFunction:
         w.copies.clear()
         w.copies_open = []
         checks = w.cluster.checks
-        issue = None if checks is None else checks.issued(w)
+        issue = None if checks is None else checks.departed(w)
         group = 0 if checks is None else checks.close(w.agent, "copy")
         for bar, lanes in barrier_groups(w, m, base, offset):
             if not noinc:
@@ -395,7 +395,7 @@ def _st_async(operation: Operation) -> RuntimeFunction:
             data = np.array([int(v[lane]) for v in values], UNSIGNED[size])
             w.count_bytes("dsmem_write", n)
             checks = w.cluster.checks
-            issue = None if checks is None else checks.issued(w)
+            issue = None if checks is None else checks.departed(w)
 
             def run(
                 cta: Any = cta,
