@@ -277,7 +277,13 @@ class BlockWriter:
         stored = self.storage[operand.index]
         wanted = _SAME.get(kind, kind)
         if stored != wanted:
-            expression = _BACK[wanted, stored].format(expression)
+            form = _BACK.get((wanted, stored))
+            if form is None:
+                assert self.current is not None
+                raise unsupported(
+                    self.current, f"writes {operand.name} ({stored}) as kind {kind}, a size mismatch"
+                )
+            expression = form.format(expression)
         name = f"r{operand.index}"
         if guard is not None:
             old = self.load(operand)

@@ -28,8 +28,9 @@ class WarpCounters:
             ``hint``).
         exponentials: elements by unit: ``mufu`` (ex2), ``mufu_other`` (the unit's other functions: lg2, rcp,
             ...), ``polynomial`` (recognised by the round-down add that splits off the integer part).
-        bytes: by path: ``tma_read`` and ``tma_write`` (global memory side), ``mma_smem`` (operands read by
-            matrix operations, as the instruction asks for them), ``smem_read``, ``smem_write``,
+        bytes: by path: ``tma_read`` and ``tma_write`` (whole boxes, with what lies outside of the tensor),
+            ``mma_smem`` (operands read by matrix operations, as the instruction asks for them),
+            ``smem_read``, ``smem_write``,
             ``dsmem_read``, ``dsmem_write``, ``global_read``, ``global_write``, ``tmem_read``,
             ``tmem_write``, ``atomic``.
         mmas: matrix instructions by (kind, M, N, K) such as ``("tcgen05.SS.cta_group::1", 128, 128, 16)``;

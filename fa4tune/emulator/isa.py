@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fa4tune.emulator.parser import PtxError
-from fa4tune.emulator.ptx import Immediate, Instruction, Memory, Operand, Pair, Sink, Vector
+from fa4tune.emulator.ptx import Immediate, Instruction, Label, Memory, Operand, Pair, Sink, Vector
 
 TYPE_KIND = {
     "u16": "h", "b16": "h", "s16": "s", "u32": "u", "b32": "u", "s32": "i", "u64": "q", "b64": "q",
@@ -118,7 +118,10 @@ def decode(instruction: Instruction) -> Operation:
     if decoder is None:
         raise PtxError("unknown instruction", instruction.line, instruction.text)
     modifiers = Modifiers(instruction)
-    operation = decoder(instruction, modifiers)
+    try:
+        operation = decoder(instruction, modifiers)
+    except (IndexError, KeyError):  # the decoder looked for an operand or a type that is not there
+        raise unsupported(instruction, "lacks an operand or a modifier, or has a type not allowed") from None
     modifiers.done()
     if len(operation.dst) != len(operation.dst_kinds) or len(operation.src) != len(operation.src_kinds):
         raise unsupported(instruction, "has an unexpected number of operands")
@@ -442,6 +445,8 @@ def _control(ins: Instruction, m: Modifiers) -> Operation:
     if ins.opcode == "bra":
         m.take("uni")
         operand_count(ins, 1)
+        if not isinstance(ins.operands[0], Label):
+            raise unsupported(ins, "goes to something that is no label")
         return Operation("bra", "branch", (), "", (), "", "control", ins, {"target": ins.operands[0]})
     if ins.opcode in ("ret", "exit"):
         m.take("uni")

@@ -209,5 +209,8 @@ def _setmaxnreg(ins: Instruction, m: Modifiers) -> Operation:
 
 @opcode("nanosleep", "griddepcontrol")
 def _sleep(ins: Instruction, m: Modifiers) -> Operation:
-    m.rest.clear()
-    return system(ins, "yield" if ins.opcode == "nanosleep" else "nop", "control")
+    if ins.opcode == "nanosleep":
+        m.need("u32")
+        return system(ins, "yield", "control")
+    m.need("launch_dependents", "wait")
+    return system(ins, "nop", "control")
