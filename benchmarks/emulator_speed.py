@@ -3,8 +3,8 @@
     python benchmarks/emulator_speed.py [--arch sm_100a] [--seqlen 2048] [--repeats 5] [--json]
 
 Each measurement runs in a process of its own, on one core. `cold` is the first run of a process: parsing,
-translation and machine code included, the kernel compiled and the C runtime built before. `warm` is the best of
-the runs after it. CPU time says what a busy machine adds to the wall time; the rate is executed warp
+translation and machine code included, the kernel compiled and the C runtime built before. `warm` is the best
+of the runs after it. CPU time says what a busy machine adds to the wall time; the rate is executed warp
 instructions over CPU time outside of matrix products, which go to NumPy's BLAS in both back-ends. Memory is
 the growth of the process's peak over what it was when the run began.
 """
@@ -81,7 +81,8 @@ def measure(arch: str, text: str, backend: str, repeats: int) -> dict[str, Any]:
     warm = min(runs[1:], key=lambda r: r[1])
     return {
         "arch": arch, "problem": text, "backend": backend, "warp_instructions": warm[3],
-        "cold_seconds": runs[0][0], "cold_cpu_seconds": runs[0][1], "warm_seconds": min(r[0] for r in runs[1:]),
+        "cold_seconds": runs[0][0], "cold_cpu_seconds": runs[0][1],
+        "warm_seconds": min(r[0] for r in runs[1:]),
         "warm_cpu_seconds": warm[1], "matrix_seconds": warm[2], "rate": warm[3] / (warm[1] - warm[2]),
         "memory_mib": _peak_mib() - before,
     }  # fmt: skip
@@ -133,10 +134,10 @@ def main() -> int:
             rows += pair
             if not args.json:
                 plain, native = pair
-                print(
-                    f"{'':8} native is {plain['warm_cpu_seconds'] / native['warm_cpu_seconds']:.0f} times as fast warm, "
-                    f"{plain['cold_cpu_seconds'] / native['cold_cpu_seconds']:.1f} times cold"
+                warm, cold = (
+                    plain[f"{s}_cpu_seconds"] / native[f"{s}_cpu_seconds"] for s in ("warm", "cold")
                 )
+                print(f"{'':8} native is {warm:.0f} times as fast warm, {cold:.1f} times cold")
     missed = []
     for r in rows:
         if r["backend"] != "native":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -44,7 +45,7 @@ def _extent(w: Warp, i: int) -> np.uint32:
 
 
 #: Special registers: one number for all lanes, or a number a lane.
-_SPECIAL: dict[str, Callable[[Warp], Any]] = {
+_SPECIAL: dict[str, Callable[[Any], Any]] = {
     "%tid.x": lambda w: _linear(w) % _extent(w, 0),
     "%tid.y": lambda w: _linear(w) // _extent(w, 0) % _extent(w, 1),
     "%tid.z": lambda w: _linear(w) // (_extent(w, 0) * _extent(w, 1)),
@@ -70,7 +71,7 @@ _SPECIAL: dict[str, Callable[[Warp], Any]] = {
     "%globaltimer_hi": lambda w: 0,
 }
 #: Those with an axis; i is its number.
-_SPECIAL_AXIS: dict[str, Callable[[Warp, int], int]] = {
+_SPECIAL_AXIS: dict[str, Callable[[Any, int], int]] = {
     "%ntid": lambda w, i: w.machine.launch.block[i],
     "%ctaid": lambda w, i: w.cta.position[i],
     "%nctaid": lambda w, i: w.machine.launch.grid[i],
@@ -150,7 +151,7 @@ class Warp:
         self.events: dict[Any, int] = {}
         self.steps = 0
         self.special = _Specials(self)
-        self.threads = min(32, cta.thread_count - index * 32)
+        self.threads = min(32, math.prod(self.machine.launch.block) - index * 32)
         if self.threads < 32:
             self.alive = np.arange(32) < self.threads
             self.mask = self.alive.copy()

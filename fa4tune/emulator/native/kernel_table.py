@@ -1,7 +1,7 @@
 """Which function of ``kernels.c`` computes an operation.
 
-:func:`kernel` gives (name, literal arguments, whether it returns a predicate), or None for an operation that is
-left to the NumPy function. Kind ``x`` is computed as two of ``f`` by the caller.
+:func:`kernel` gives (name, literal arguments, whether it returns a predicate), or None for an operation that
+is left to the NumPy function. Kind ``x`` is computed as two of ``f`` by the caller.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _SIGNLESS = {
 _BY_KIND = {
     "mul.hi": "mulhi", "mul.wide": "mulwide", "mad.hi": "madhi", "mad.wide": "madwide", "div": "div",
     "rem": "rem", "min": "min", "max": "max", "abs": "abs", "shr": "shr", "bfe": "bfe", "bfi": "bfi",
-    "min.relu": "min_relu", "max.relu": "max_relu", "popc": "popc", "clz": "clz", "brev": "brev", "bfind": "bfind",
+    "min.relu": "min_relu", "max.relu": "max_relu", "popc": "popc", "clz": "clz", "brev": "brev",
+    "bfind": "bfind",
 }  # fmt: skip
 _INTEGERS = "hsuiql"
 _SIGNEDNESS_MATTERS = {"mulwide", "madwide", "popc", "clz", "bfind"}

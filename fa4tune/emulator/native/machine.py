@@ -77,7 +77,7 @@ class NativeMachine(Machine):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Without Python's cycle collector, which costs more than the run: clusters are taken apart instead."""
+        """Without Python's cycle collector, which costs more than the run; clusters are taken apart."""
         enabled = gc.isenabled()
         gc.disable()
         try:
@@ -110,7 +110,7 @@ class NativeMachine(Machine):
         """The operation of a numbered call."""
         return self.native.translation.calls[number].operation
 
-    def run_cluster(self, cluster: Cluster) -> bool:
+    def run_cluster(self, cluster: Any) -> bool:
         """Run a cluster to its end; False if an error stopped it."""
         finished = run_cluster(cluster)
         for warp in cluster.warps:
@@ -171,6 +171,11 @@ def _host_function(call: Call) -> HostFunction:
 class NativeCluster(Cluster):
     """A cluster whose queue of runnable warps, and cluster barrier, lie in C structs."""
 
+    machine: Any
+    ctas: list[Any]
+    warps: list[Any]
+    ready: Any
+
     def __init__(self, machine: NativeMachine, first: tuple[int, int, int]) -> None:
         self.struct = s = layout.ClusterState()
         self.address = addressof(s)
@@ -207,6 +212,10 @@ class NativeCluster(Cluster):
 class NativeCta(Cta):
     """A CTA whose barriers and warps lie in C structs."""
 
+    machine: Any
+    mbarriers: Any
+    named: Any
+
     def __init__(self, cluster: NativeCluster, rank: int, position: tuple[int, int, int]) -> None:
         self.struct = layout.CtaState()
         self.address = addressof(self.struct)
@@ -215,7 +224,8 @@ class NativeCta(Cta):
         self.tmem = state.NativeTensorMemory(self)
         self.bar_index = np.zeros(nbytes // 8 + 1, np.uint16)
         self._bars = np.zeros(layout.MAX_BARS * ctypes.sizeof(layout.MBarrierState), np.uint8)
-        self.bars = (layout.MBarrierState * layout.MAX_BARS).from_buffer(self._bars)
+        bars: Any = self._bars
+        self.bars = (layout.MBarrierState * layout.MAX_BARS).from_buffer(bars)
         self.named_states = (layout.NamedBarrierState * 16)()
         s.cluster = cluster.address
         s.smem, s.stamps = state.address_of(self.smem.bytes), state.address_of(self.smem.stamps)
@@ -233,6 +243,10 @@ class NativeCta(Cta):
 
 class NativeWarp(Warp):
     """A warp whose registers and control state lie in a C struct."""
+
+    machine: Any
+    cluster: Any
+    cta: Any
 
     pc = field("pc")
     join = field("join")

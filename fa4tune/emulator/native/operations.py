@@ -1,4 +1,4 @@
-"""Which runtime function performs a system operation, and what it is told. The rest goes through ``fa_host``."""
+"""Which runtime function performs a system operation, and what it is told; the rest is ``fa_host``'s."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clusters of one launch on several cores: a thread and a machine each, native code runs without Python's lock.
+"""Clusters of one launch on several cores: a thread and a machine each, native code without Python's lock.
 
 Only where clusters cannot see each other: no atomics or reductions on global memory. Results are put together
 in the order of the clusters, so that they are those of a run on one core.
@@ -69,7 +69,7 @@ def run_clusters(
     make_machine: Callable[[], Machine], positions: list[Position], workers: int, counters: bool,
     progress: Callable[[int, int], None] | None,
 ) -> tuple[list[ClusterResult], float]:  # fmt: skip
-    """Run clusters on ``workers`` threads; results up to the first cluster that failed, and matrix seconds."""
+    """Run clusters on ``workers`` threads; results up to the first that failed, and matrix seconds."""
     work = _Work(positions)
     seconds: list[float] = []
 
@@ -99,5 +99,3 @@ def run_clusters(
         if not out[-1].finished:
             break
     return out, sum(seconds)
-
-

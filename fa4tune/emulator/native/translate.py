@@ -1,9 +1,9 @@
 """A program's blocks as one LLVM function that runs a warp until it must wait, exits or is out of fuel.
 
-Every block of the program becomes a block of the function; branches, masks and reconvergence stay inside, with
-the runtime's help where lanes part. An instruction becomes a call of a kernel that computes 32 lanes in the
-registers of the warp, which lie in one piece of memory; logic on predicates, one bit a lane, is written out.
-Calls are what LLVM compiles fastest: a kernel of 5 000 instructions is ready in a tenth of a second, and 32
+Every block of the program becomes a block of the function; branches, masks and reconvergence stay inside,
+with the runtime's help where lanes part. An instruction becomes a call of a kernel that computes 32 lanes in
+the registers of the warp, which lie in one piece of memory; logic on predicates, one bit a lane, is written
+out. Calls are what LLVM compiles fastest: a kernel of 5 000 instructions takes a third of a second, and 32
 lanes an instruction make the call itself a small part of the time.
 
 Inside a block, moves between registers and in and out of float32 pairs only note where a value lies; what
@@ -293,7 +293,8 @@ class _BlockWriter:
         ]
         self.mask = self.op("load i32, ptr %p_mask")
         terminator = None
-        for self.position, operation in enumerate(self.block.operations):
+        for position, operation in enumerate(self.block.operations):
+            self.position = position
             self.release()
             if operation.category == "alu":
                 self.alu(operation)
@@ -694,8 +695,8 @@ class _BlockWriter:
             aside = self.temporary()
             for n in (0, 1):
                 self.run_kernel(name, (aside + 128 * n, *(s[n] for s in sources)), *rest, mask)
-            (to,) = self.target(dst.index, guarded)
-            self.run_kernel("pack_QW", (to, aside, aside + 128), mask)
+            (whole,) = self.target(dst.index, guarded)
+            self.run_kernel("pack_QW", (whole, aside, aside + 128), mask)
             return
         home = self.home(dst.index)
         for k, s in enumerate(sources):

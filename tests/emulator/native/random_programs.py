@@ -1,7 +1,7 @@
 """Random PTX bodies: arithmetic, moves, guards, branches that part the lanes, loops, memory.
 
-Integer registers never take the bits of float ones, so that a NaN's payload, which no rule fixes, cannot reach
-them. Everything is stored at the end.
+Integer registers never take the bits of float ones, so that a NaN's payload, which no rule fixes, cannot
+reach them. Everything is stored at the end.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _INT1 = ["not.b32", "neg.s32", "abs.s32", "popc.b32", "clz.b32", "brev.b32", "cn
 _INT3 = ["mad.lo.s32", "shf.l.wrap.b32", "shf.r.clamp.b32", "prmt.b32", "bfe.u32", "bfe.s32"]
 _WIDE2 = ["add.s64", "sub.s64", "mul.lo.s64", "and.b64", "xor.b64", "max.s64", "min.u64"]
 _FLOAT2 = [
-    "add.f32", "sub.f32", "mul.f32", "add.ftz.f32", "mul.sat.f32", "min.f32", "max.f32", "max.NaN.f32", "add.rm.f32",
-    "mul.rz.f32", "div.rn.f32",
+    "add.f32", "sub.f32", "mul.f32", "add.ftz.f32", "mul.sat.f32", "min.f32", "max.f32", "max.NaN.f32",
+    "add.rm.f32",     "mul.rz.f32", "div.rn.f32",
 ]  # fmt: skip
 _FLOAT1 = [
     "abs.f32",
@@ -191,7 +191,10 @@ def random_body(seed: int, depth: int = 2, size: int = 12) -> tuple[str, str, di
     Inputs are INTS + FLOATS words a thread; floats are small and finite at the start.
     """
     b = _Body(seed)
-    declarations = f".reg .b64 %w<{WIDES}>;\n.reg .b64 %x<{PAIRS}>;\n.reg .b16 %g<{HALVES}>;\n.reg .b32 %c<4>;\n.reg .pred %pl;\n"
+    declarations = (
+        f".reg .b64 %w<{WIDES}>;\n.reg .b64 %x<{PAIRS}>;\n.reg .b16 %g<{HALVES}>;\n"
+        ".reg .b32 %c<4>;\n.reg .pred %pl;\n"
+    )
     n = INTS + FLOATS
     text = [f"mul.lo.s32 %c0, %tid, {4 * n};", "cvt.u64.u32 %a0, %c0;", "add.s64 %a0, %b0, %a0;"]
     text += [f"ld.global.b32 %r{i}, [%a0+{4 * i}];" for i in range(INTS)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -11,17 +13,21 @@ from fa4tune.errors import EmulationError
 from tests.emulator.emulator_harness import kernel, launch_of
 
 FAULTS = {
-    "global store out of bounds": "mul.wide.u32 %off, %tid, 64;\nadd.s64 %a0, %b0, %off;\nst.global.b32 [%a0], %tid;",
+    "global store out of bounds": (
+        "mul.wide.u32 %off, %tid, 64;\nadd.s64 %a0, %b0, %off;\nst.global.b32 [%a0], %tid;"
+    ),
     "misaligned global load": "add.s64 %a0, %b0, 2;\nld.global.b32 %r1, [%a0];",
     "shared load out of bounds": "mov.u32 %r1, smem;\nld.shared.b32 %r2, [%r1+4096];",
     "shared store through a wrong window": "mov.b64 %d1, 7;\nst.global.b32 [%d1], %tid;",
     "mbarrier that was never initialised": "mov.u32 %r1, smem;\nmbarrier.arrive.shared.b64 _, [%r1];",
     "over-arrival": (
-        "mov.u32 %r1, smem;\nsetp.eq.u32 %p1, %tid, 0;\n@%p1 mbarrier.init.shared.b64 [%r1], 3;\nbar.sync 0;\n"
+        "mov.u32 %r1, smem;\nsetp.eq.u32 %p1, %tid, 0;\n"
+        "@%p1 mbarrier.init.shared.b64 [%r1], 3;\nbar.sync 0;\n"
         "mbarrier.arrive.shared.b64 _, [%r1];"
     ),
     "deadlock at an mbarrier": (
-        "mov.u32 %r1, smem;\nsetp.eq.u32 %p1, %tid, 0;\n@%p1 mbarrier.init.shared.b64 [%r1], 64;\nbar.sync 0;\n"
+        "mov.u32 %r1, smem;\nsetp.eq.u32 %p1, %tid, 0;\n"
+        "@%p1 mbarrier.init.shared.b64 [%r1], 64;\nbar.sync 0;\n"
         "mbarrier.arrive.shared.b64 _, [%r1];\n"
         "W: mbarrier.try_wait.parity.shared.b64 %p2, [%r1], 0;\n@!%p2 bra W;"
     ),
@@ -38,10 +44,8 @@ def findings(body: str, backend: str, trace: bool = False) -> list[Finding]:
     result = run(kernel(body, 1, shared=1024), launch_of([out], shared=1024), backend=backend, trace=trace)
     assert not result.completed
     # addresses of buffers differ between runs
-    return [
-        Finding(f.kind, f.message.replace(f"{out.ctypes.data:#x}", "base"), f.severity, f.line, f.text, f.where,
-                f.source, f.details) for f in result.findings
-    ]  # fmt: skip
+    address = f"{out.ctypes.data:#x}"
+    return [replace(f, message=f.message.replace(address, "base")) for f in result.findings]
 
 
 @pytest.mark.parametrize("trace", [False, True])

@@ -13,12 +13,13 @@ from fa4tune.problem import AttentionProblem
 pytest.importorskip("cutlass")
 
 
-def emulate(text: str, arch: str, backend: str, monkeypatch: pytest.MonkeyPatch, **options: object) -> EmulatedCall:  # fmt: skip
+def emulate(
+    text: str, arch: str, backend: str, monkeypatch: pytest.MonkeyPatch, late: int | None, trace: bool
+) -> EmulatedCall:
     monkeypatch.setenv("FA4TUNE_EMULATOR", backend)
     problem = AttentionProblem.parse(text)
-    return emulate_forward(
-        problem, default_config(problem, arch), choose_gpu(None, arch), counters=True, **options
-    )  # type: ignore[arg-type]
+    config, gpu = default_config(problem, arch), choose_gpu(None, arch)
+    return emulate_forward(problem, config, gpu, counters=True, late=late, trace=trace)
 
 
 @pytest.mark.parametrize("late", [None, 5])
@@ -31,8 +32,8 @@ def test_same_bits_counts_and_events(
     arch: str, text: str, late: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trace = late is None
-    plain = emulate(text, arch, "plain", monkeypatch, late=late, trace=trace)
-    native = emulate(text, arch, "native", monkeypatch, late=late, trace=trace)
+    plain = emulate(text, arch, "plain", monkeypatch, late, trace)
+    native = emulate(text, arch, "native", monkeypatch, late, trace)
     assert native.passed
     assert torch.equal(plain.out.view(torch.int16), native.out.view(torch.int16))
     assert torch.equal(plain.lse.view(torch.int32), native.lse.view(torch.int32))
