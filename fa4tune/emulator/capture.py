@@ -92,7 +92,7 @@ def capture(
             that calls more of the CUDA runtime than a launch needs.
     """
     if ptx is None:
-        ptx = _own_ptx(compiled)
+        ptx = kernel_ptx(compiled)
     sizes = parameter_sizes(ptx)
     library, module, symbol = _load(_object_bytes(compiled))
     _set_attributes(library, ptx, sm_count)
@@ -154,7 +154,8 @@ def _triple(values: Any) -> tuple[int, int, int]:
     return int(values[0]), int(values[1]), int(values[2])
 
 
-def _own_ptx(compiled: Any) -> str:
+def kernel_ptx(compiled: Any) -> str:
+    """The PTX that a compiled host function holds; an :class:`EmulationError` if it holds none."""
     ptx = getattr(compiled, "ptx", None)
     if ptx is None:
         ptx = getattr(getattr(compiled, "artifacts", None), "PTX", None)
