@@ -35,3 +35,5 @@ def own_directories(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytes
     """Keep tests out of the user's data: tables and studies go to a fresh directory."""
     monkeypatch.setenv("FA4TUNE_TABLE", str(tmp_path_factory.mktemp("table")))
     monkeypatch.setenv("FA4TUNE_STUDIES", str(tmp_path_factory.mktemp("studies")))
+    none = tmp_path_factory.mktemp("packaged")  # what the package ships must not decide what a test sees
+    monkeypatch.setattr("fa4tune.table.store.packaged_directory", lambda: none)

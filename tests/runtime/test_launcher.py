@@ -42,9 +42,11 @@ def _tensors(device: str = "cpu") -> list[torch.Tensor]:
 
 
 _CHILD = """
-import ctypes, sys
+import ctypes, sys, types
 runtime = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
 import numpy as np, tvm_ffi
+# the launcher imports torch for its CUDA runtime; a torch built for CUDA would not load beside the stand-in
+sys.modules["torch"] = types.ModuleType("torch")
 from importlib.util import module_from_spec, spec_from_file_location
 spec = spec_from_file_location("launcher", sys.argv[3])
 launcher = module_from_spec(spec)
