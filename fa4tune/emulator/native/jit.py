@@ -15,8 +15,9 @@ from fa4tune.emulator.lanes import Array
 from fa4tune.emulator.native import operations
 from fa4tune.emulator.native.layout import OperationInfo
 from fa4tune.emulator.native.library import library
+from fa4tune.emulator.native.places import Translation
 from fa4tune.emulator.native.state import address_of, aligned
-from fa4tune.emulator.native.translate import Translation, translate
+from fa4tune.emulator.native.translate import translate
 
 
 @dataclass(slots=True)

@@ -23,8 +23,8 @@ from fa4tune.emulator.native.jit import NativeProgram
 from fa4tune.emulator.native.layout import BASE_SHIFT, FAULT, HOST, OK, SUSPEND
 from fa4tune.emulator.native.library import library
 from fa4tune.emulator.native.parallel import independent
+from fa4tune.emulator.native.places import Call, Translation
 from fa4tune.emulator.native.state import field
-from fa4tune.emulator.native.translate import Call, Translation
 from fa4tune.emulator.numpy_alu import KIND_DTYPE
 from fa4tune.emulator.scheduler import run_cluster
 from fa4tune.emulator.warp import BLOCKED, LOCAL_BYTES, READY, Warp
