@@ -18,8 +18,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from campaign import DATA, held_out
 
+from fa4tune.errors import InfeasibleError
 from fa4tune.hardware.gpu import Gpu, load_gpu
 from fa4tune.kernels.config import SM90ForwardConfig, default_config
+from fa4tune.kernels.plan import Unit
 from fa4tune.kernels.program import build_plan
 from fa4tune.model.accuracy import GOOD, SHORTLIST, Accuracy, Sample, accuracy, samples
 from fa4tune.model.fit import predictions
@@ -29,6 +31,7 @@ from fa4tune.problem import AttentionProblem
 from fa4tune.record import read_trials
 
 FIGURE = Path(__file__).parent / "figures" / "model_accuracy.png"
+PROFILED = Path(__file__).parent / "data" / "ncu_h200.jsonl"
 UPSTREAM = Path(__file__).parent / "data" / "upstream_softmax_h200.json"
 
 PUBLISHED_B200 = {1024: 1355, 2048: 1468, 4096: 1532, 8192: 1579, 16384: 1601, 32768: 1613}
@@ -153,6 +156,42 @@ def draw(
     print(f"\nwrote {FIGURE.name}")
 
 
+def profiler() -> None:
+    """Busy share of tensor cores and exponential unit, predicted against a profiler's, and the clock."""
+    gpu = load_gpu("h200")
+    rows = [json.loads(line) for line in PROFILED.read_text().splitlines()]
+    errors: dict[str, list[float]] = {"tensor": [], "exp": []}
+    clocks = []
+    print("\n## Profiled kernels: busy share of the kernel's time, predicted (measured)")
+    for row in rows:
+        if "problem" not in row:
+            continue
+        problem = AttentionProblem.parse(row["problem"])
+        try:
+            plan = build_plan(problem, SM90ForwardConfig.from_dict(row["config"]), gpu)
+        except InfeasibleError:
+            continue
+        said = predict(plan, gpu)
+        cells = []
+        for name, unit in (("tensor", Unit.TENSOR), ("exp", Unit.EXP)):
+            # the profiler's time starts with the kernel, not with its launch
+            share, took = 100 * said.utilisation[unit], row[f"{name}_pct"]
+            errors[name].append(share - took)
+            cells.append(f"{name} {share:4.1f} ({took:4.1f})")
+        clocks.append(said.clock_mhz / (row["clock_hz"] * 1e-6) - 1)
+        print(
+            f"{row['problem']:50s} {', '.join(cells)}, "
+            f"{said.clock_mhz:.0f} ({row['clock_hz'] * 1e-6:.0f}) MHz"
+        )
+    for name, found in errors.items():
+        within = sum(abs(e) <= 5 for e in found)
+        print(
+            f"{name}: within 5 points on {within} of {len(found)}, mean error "
+            f"{fmean(map(abs, found)):.1f} points"
+        )
+    print(f"clock: mean error {fmean(map(abs, clocks)):.1%}")
+
+
 def published_b200() -> None:
     """The published full-mask forward figures; no constant was fitted to them."""
     gpu = load_gpu("b200")
@@ -235,6 +274,8 @@ def main() -> None:
         campaign()
     else:
         print(f"no {DATA}: run studies/campaign.py first")
+    if PROFILED.is_file():
+        profiler()
     published_b200()
     upstream_softmax()
 

@@ -44,6 +44,8 @@ class Explanation:
 
     ``cycles`` are of one unmasked K/V iteration of one CTA; its SMEM lines are split by path in
     ``smem_paths``. ``hbm_cycles`` is the same iteration's share of the problem's compulsory HBM traffic.
+    ``flops_per_byte`` is the problem's own arithmetic intensity, whatever kernel runs it: exact FLOPs over
+    compulsory bytes; below ``ridge_flops_per_byte`` (peak over HBM bandwidth) no kernel is compute-bound.
     """
 
     plan: KernelPlan
@@ -54,7 +56,14 @@ class Explanation:
     hbm_cycles: float
     roofline_bound: Unit
     roofline_tflops: float
+    flops_per_byte: float
+    ridge_flops_per_byte: float
     changes: tuple[KnobChange, ...]
+
+    @property
+    def memory_bound(self) -> bool:
+        """Whether the problem itself, not this kernel, is bound by HBM."""
+        return self.flops_per_byte < self.ridge_flops_per_byte
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON object of ``fa4tune explain --json``."""
@@ -72,6 +81,11 @@ class Explanation:
             "peak_tflops": self.gpu.peak_tflops,
             "bound": self.prediction.bound,
             "roofline": {"bound": str(self.roofline_bound), "tflops_exact_flops": self.roofline_tflops},
+            "intensity": {
+                "flops_per_byte": self.flops_per_byte,
+                "ridge_flops_per_byte": self.ridge_flops_per_byte,
+                "bound": "memory" if self.memory_bound else "compute",
+            },
             "cycles": {
                 **{str(unit): cycles for unit, cycles in self.cycles.items()},
                 **{f"smem_{path}": cycles for path, cycles in self.smem_paths.items()},
@@ -131,6 +145,8 @@ def explain(plan: KernelPlan, gpu: Gpu, *, changes: bool = True) -> Explanation:
         hbm_cycles=plan.problem.compulsory_bytes() / iterations / hbm_per_clock,
         roofline_bound=bounds.bound,
         roofline_tflops=plan.problem.flops() / bounds.time * 1e-12,
+        flops_per_byte=plan.problem.flops() / plan.problem.compulsory_bytes(),
+        ridge_flops_per_byte=gpu.peak_tflops * 1e3 / gpu.hbm_gbytes_per_s,
         changes=knob_changes(plan, gpu, prediction.microseconds) if changes else (),
     )
 

@@ -306,17 +306,11 @@ class Timed:
     tensor_total: float
     """Cycles an iteration that the tensor cores are held, with these waits; the period is no shorter."""
 
-    def binding_work(self) -> list[float] | None:
-        """Cycles of each operation on the unit whose total is the period, or ``None`` where a cycle is."""
-        if self.period <= self.ratio:
-            return None
-        scale = self.period / max(self.tensor_total, *self.totals)
-        if self.tensor_total >= max(self.totals):
-            share = [d.tensor + self.blocked * d.yielding for d in self.durations]
-        else:
-            unit = self.totals.index(max(self.totals))
-            share = [d.units[unit] for d in self.durations]
-        return [scale * part for part in share]
+    def played(self) -> list[float]:
+        """``values`` as a run should take them: all longer alike where a unit's total binds, not a cycle."""
+        if self.period <= self.ratio or not self.ratio:
+            return self.values
+        return [cycles * self.period / self.ratio for cycles in self.values]
 
     def span(self, operation: int) -> float:
         """Cycles of an operation from its start to its end as its reader sees it."""

@@ -92,7 +92,8 @@ def replay(
     place = {o.name: index for index, o in enumerate(plan.loop.body)}
     barrier_free = 2 * len(plan.loop.body)
     events: list[Event] = []
-    mask_values = state.masked.values if state.masked else timed.values
+    values = timed.played()
+    mask_values = state.masked.played() if state.masked else values
 
     def record(name: str, role: str, tile: int, iteration: int, start: float, end: float) -> None:
         if end <= start:
@@ -100,15 +101,14 @@ def replay(
         operation = units[name]
         released = end
         if iteration >= 0 and operation.asynchronous:
-            values = mask_values if iteration < masked else timed.values
-            released = start + max(values[barrier_free + place[name]], 0.0)
+            cycles = mask_values if iteration < masked else values
+            released = start + max(cycles[barrier_free + place[name]], 0.0)
         events.append(
             Event(name, role, operation.unit, operation.asynchronous, tile, iteration, start, released, end)
         )
 
-    # a unit that binds without being a chain of the graph is held to its rate
-    run = Run(plan, timed, rates, record, timed.binding_work())
-    ends = tuple([run.tile(count, timed.values, masked, mask_values) for _ in range(tiles)])
+    run = Run(plan, timed, rates, record)
+    ends = tuple([run.tile(count, values, masked, mask_values) for _ in range(tiles)])
     events.sort(key=lambda e: (e.start, e.end))
     anchor = plan.loop.body[timed.skeleton.owners[timed.skeleton.arcs.sources[timed.cycle[0]]]].name
     starts = sorted(

@@ -93,9 +93,7 @@ class Run:
         timed: Timed,
         rates: Rates,
         recorder: Recorder | None = None,
-        held: Sequence[float] | None = None,
     ) -> None:
-        """``held`` gives each operation's cycles on a saturated unit: nothing ends sooner."""
         shape = timed.skeleton
         self._body, self._recorder, self._steps = plan.loop.body, recorder, shape.steps
         self._count = len(self._body)
@@ -111,9 +109,6 @@ class Run:
         self._signalled: dict[str, float] = {}
         self._free: dict[str, float] = {}
         self._tile = 0
-        copies = plan.resources.ctas_per_sm
-        self._period = timed.period
-        self._load = [cycles * copies for cycles in held] if held else [0.0] * self._count
         self._deepest = max(step.lag for step in shape.steps)
         warps = {role.name: role.warps for role in plan.roles}
         self._phases = tuple(
@@ -185,8 +180,6 @@ class Run:
         service_at, issue_at = 2 * count, 3 * count
         base = len(ends[0])
         steps = self._steps
-        load = self._load
-        clock, credit = 0.0, self._period
         for turn in range(trips + self._deepest):
             for kind, operation, lag, needs_q, waits, in_orders, in_chains in steps:
                 iteration = turn - lag
@@ -212,11 +205,6 @@ class Run:
                     for number in in_orders:
                         orders[number] = release
                     continue
-                earliest = 0.0
-                if load[operation]:
-                    # at most a period of rest is made up for later
-                    clock = max(clock, at - credit) + load[operation]
-                    earliest = clock
                 if kind == EXECUTES:
                     begin = issued[operation][place]
                     if begin > at:
@@ -224,12 +212,12 @@ class Run:
                     for chain in in_chains:
                         if chains[chain] > at:
                             at = chains[chain]
-                    hold = max(at + cycles[service_at + operation], earliest)
+                    hold = at + cycles[service_at + operation]
                     for chain in in_chains:
                         chains[chain] = hold
-                    end = max(at + cycles[operation], hold)
+                    end = at + cycles[operation]
                 else:
-                    end = max(at + cycles[operation], earliest)
+                    end = at + cycles[operation]
                     for number in in_orders:
                         orders[number] = end
                 ends[operation].append(end)
