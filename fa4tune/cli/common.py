@@ -29,6 +29,7 @@ ArchOption = Annotated[
 ]
 
 _PANEL = "Problem"
+_PROBLEM = "A shape as one word, or the options below. Such as b1_hq8_hk8_sq512_sk512_d64_dv64_bf16_full_fwd"
 
 
 def _option(*names: str, help: str) -> Any:
@@ -83,7 +84,7 @@ def with_problems(command: Callable[..., Any], unless: str | None = None) -> Cal
         default=None,
         annotation=Annotated[
             list[str] | None,
-            typer.Argument(metavar="[PROBLEM]", help="b4_hq16_hk16_sq8192_sk8192_d128_dv128_bf16_causal_fwd"),
+            typer.Argument(metavar="PROBLEM", help=_PROBLEM),
         ],
     )
     rest = [
@@ -145,10 +146,13 @@ def _model_shape(path: Path, masked: bool) -> dict[str, Any]:
     """Heads, head dims and dtype of a Hugging Face ``config.json``; causal where it is a ``ForCausalLM``."""
     try:
         config = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ProblemError(
-            f"--model-config {str(path)!r} cannot be read ({error}); give a config.json"
+            f"--model-config {str(path)!r} cannot be read ({reason}); give a config.json"
         ) from None
+    if not isinstance(config, dict):
+        raise ProblemError(f"--model-config {str(path)!r} holds no JSON object; give a config.json")
     config = config.get("text_config", config)
     heads = config.get("num_attention_heads")
     if not isinstance(heads, int):

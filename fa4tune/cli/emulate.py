@@ -190,19 +190,20 @@ def _show_counters(counters: Counters, console: Any) -> None:
         keys = sorted({key for total in totals.values() for key in total}, key=str)
         if not keys:
             continue
-        table = Table(title=f"{title}, all CTAs together", title_justify="left")
-        table.add_column("", no_wrap=True, min_width=max(len(_label(k)) for k in keys))
+        table = Table()
+        table.add_column("warps", no_wrap=True, min_width=max(len(_label(k)) for k in keys))
         groups = _equal_runs(warps, totals)
         for group in groups:
             first, last = group[0], group[-1]
-            table.add_column(f"warp {first}" if first == last else f"warps {first}-{last}", justify="right")
+            name = str(first) if first == last else f"{first}-{last}"
+            table.add_column(name, justify="right", overflow="fold")
         for key in keys:
             cells = [
                 f"{sum(totals[w][key] for w in group):,}" if any(totals[w][key] for w in group) else ""
                 for group in groups
             ]
             table.add_row(_label(key), *cells)
-        console.print()
+        console.print(f"\n[italic]{title}, all CTAs together[/]")
         console.print(table)
 
 

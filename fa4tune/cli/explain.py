@@ -56,13 +56,19 @@ def show(explanation: Explanation, console: Console) -> None:
     """Print an explanation for a person."""
     plan, gpu, prediction = explanation.plan, explanation.gpu, explanation.prediction
     console.print(f"[bold]{plan.problem}[/] on {gpu.title} ({gpu.arch})")
-    console.print(f"kernel {plan.name}, config {plan.config}")
+    console.print(f"kernel {plan.name}, config")
+    console.print(f"  {plan.config}", soft_wrap=True)  # stays one word for --config
     console.print(
         f"\n[bold]Predicted {prediction.microseconds:.4g} us: {prediction.tflops:.0f} TFLOP/s[/] "
         f"(field's convention; {prediction.tflops_exact:.0f} counting unmasked pairs exactly, "
         f"{prediction.tflops_exact / gpu.peak_tflops:.0%} of the {gpu.peak_tflops:.0f} peak)"
     )
     console.print(f"[bold]Bound by {prediction.bound}[/]")
+    if explanation.memory_bound:
+        console.print(
+            f"The problem itself is memory-bound for any kernel: {explanation.flops_per_byte:.3g} FLOP a byte, "
+            f"the GPU balances at {explanation.ridge_flops_per_byte:.3g}"
+        )
     if prediction.critical_cycle:
         console.print("critical cycle: " + " -> ".join(prediction.critical_cycle))
     _show_cycles(explanation, console)
@@ -79,7 +85,7 @@ def _show_cycles(explanation: Explanation, console: Console) -> None:
     plan = explanation.plan
     rows = plan.tile_rows // plan.ctas_per_tile
     table = Table(
-        title=f"Cycles of one K/V iteration of one CTA: {rows} query rows x {plan.tile_n} keys",
+        title=f"Cycles of a CTA's K/V iteration, {rows} rows x {plan.tile_n} keys",
         title_justify="left",
     )
     table.add_column("unit")
@@ -150,7 +156,10 @@ def _show_changes(explanation: Explanation, console: Console, most: int = 12) ->
 
 
 def _text(value: object) -> str:
-    return "/".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    """As ``--config`` takes it."""
+    if isinstance(value, tuple):
+        return "/".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def register(app: typer.Typer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from importlib import import_module
 from importlib.util import find_spec
@@ -57,6 +58,10 @@ def _register(arguments: list[str]) -> None:
     for verb in called or VERBS:
         if find_spec(f"fa4tune.cli.{verb}") is not None:
             import_module(f"fa4tune.cli.{verb}").register(app)
+    for command in app.registered_commands:
+        # the help page keeps line breaks within all but the first paragraph
+        paragraphs = inspect.cleandoc(getattr(command.callback, "__doc__", None) or "").split("\n\n")
+        command.help = command.help or "\n\n".join(p.replace("\n", " ") for p in paragraphs)
 
 
 def main() -> None:

@@ -13,11 +13,12 @@ from fa4tune.cli.common import (
     ArchOption,
     GpuOption,
     JsonOption,
+    choose_config,
     emit_json,
     note,
     with_problems,
 )
-from fa4tune.errors import ProblemError
+from fa4tune.errors import ConfigError, ProblemError
 from fa4tune.problem import AttentionProblem
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def search(
     from fa4tune.runtime.device import local_gpu
     from fa4tune.search import session
     from fa4tune.search.bundle import Settings
+    from fa4tune.search.candidates import SAMPLERS
     from fa4tune.search.evaluators import MeasuredEvaluator
     from fa4tune.search.study import default_directory
     from fa4tune.table.store import Table
@@ -82,6 +84,8 @@ def search(
         raise ProblemError("--export and --import exclude each other; run one after the other")
     if import_ is not None and problems:
         raise ProblemError("--import takes no problem; the bundle names its own")
+    if sampler not in SAMPLERS:
+        raise ConfigError(f"sampler {sampler!r} is not known; use one of {', '.join(SAMPLERS)}")
 
     def request(hardware: Gpu) -> Request:
         return session.Request(
@@ -104,6 +108,9 @@ def search(
         return
     here = None if predict or export is not None else local_gpu()
     chosen = here if here is not None and not gpu and not arch else choose_gpu(gpu, arch)
+    for problem in problems:
+        for text in try_ or ():  # a knob that does not exist is said before minutes of work, not after
+            choose_config(problem, chosen, text)
     settings = Settings(rounds=rounds, duel_rounds=duel_rounds)
     with _progress() as report:
         if export is not None:
@@ -180,18 +187,25 @@ def _lines(item: Found) -> list[str]:
 
 @contextmanager
 def _progress() -> Iterator[Report]:
-    """A progress bar on stderr: stage, what happened last, time left."""
+    """A progress bar on stderr: stage, time left, what happened last. A file gets a line a stage."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Column
 
+    # only the text gives way where the terminal is narrow
     columns = (
-        TextColumn("{task.fields[stage]:<10}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[text]}", markup=False),
+        TextColumn("{task.fields[stage]:<10}", table_column=Column(no_wrap=True, min_width=10)),
+        BarColumn(bar_width=16, table_column=Column(min_width=16)),
+        MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=7)),
+        TimeRemainingColumn(table_column=Column(no_wrap=True, min_width=7)),
+        TextColumn(
+            "{task.fields[text]}",
+            markup=False,
+            table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1),
+        ),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, expand=True) as bar:
         task = bar.add_task("", stage="", text="", total=None)
         shown = ""
 
@@ -200,6 +214,8 @@ def _progress() -> Iterator[Report]:
             if stage != shown:
                 bar.reset(task)
                 shown = stage
+                if not console.is_terminal:
+                    note(f"{stage}: {total} in all")
             bar.update(task, completed=done, total=total, stage=stage, text=text)
 
         yield report

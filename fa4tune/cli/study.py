@@ -13,19 +13,25 @@ from fa4tune.cli.common import JsonOption, emit_json, note
 from fa4tune.errors import Fa4tuneError
 
 FOLDER = Path(__file__).resolve().parents[2] / "studies"
+"""Where the studies are if the package runs from its source tree."""
 
 
-def studies(folder: Path = FOLDER) -> dict[str, str]:
-    """Names of the studies in ``folder`` with the first line of what each says of itself.
+def studies_folder() -> Path:
+    """The source tree's folder, else that of the source tree in which the command is run.
 
     Raises:
-        Fa4tuneError: there is no such folder: the package was installed without its source tree.
+        Fa4tuneError: neither is there: the package was installed without its source tree.
     """
-    if not folder.is_dir():
-        raise Fa4tuneError(
-            f"no studies at {str(folder)!r}: they come with the source tree; "
-            f"clone the repository and install with pip install -e ."
-        )
+    for folder in (FOLDER, Path.cwd() / "studies"):
+        if folder.is_dir():
+            return folder
+    raise Fa4tuneError(
+        "studies come with the source tree, which is not here; run this in a clone of the repository"
+    )
+
+
+def studies(folder: Path) -> dict[str, str]:
+    """Names of the studies in ``folder`` with the first line of what each says of itself."""
     found = {}
     for path in sorted(folder.glob("*.py")):
         text = ast.get_docstring(ast.parse(path.read_text())) or ""
@@ -40,7 +46,8 @@ def study(
     json: JsonOption = False,
 ) -> None:
     """Run a study with the arguments that follow its name, or list them."""
-    known = studies()
+    folder = studies_folder()
+    known = studies(folder)
     if list_ or name is None:
         if json:
             emit_json({"studies": known})
@@ -52,10 +59,10 @@ def study(
         raise Fa4tuneError(f"study {name!r} does not exist; use one of {', '.join(known)}")
     import runpy
 
-    path = FOLDER / f"{name.replace('-', '_')}.py"
+    path = folder / f"{name.replace('-', '_')}.py"
     note(f"running {path.name} {' '.join(context.args)}")
     sys.argv = [str(path), *context.args]
-    sys.path.insert(0, str(FOLDER))
+    sys.path.insert(0, str(folder))
     runpy.run_path(str(path), run_name="__main__")
 
 

@@ -16,6 +16,7 @@ from fa4tune.cli.common import (
     only,
     with_problems,
 )
+from fa4tune.errors import TableError
 from fa4tune.problem import AttentionProblem
 
 if TYPE_CHECKING:
@@ -30,9 +31,11 @@ TableOption = Annotated[
 ]
 
 
-def _open(table: Path | None) -> Table:
+def _open(table: Path | None, existing: bool = True) -> Table:
     from fa4tune.table.store import Table
 
+    if table is not None and existing and not table.is_dir():
+        raise TableError(f"table {str(table)!r} is not a directory; give one that a search wrote")
     return Table(table, fallback=() if table is not None else None)
 
 
@@ -116,7 +119,7 @@ def merge(
     json: JsonOption = False,
 ) -> None:
     """Take over entries that are better: measured before predicted, then the faster; provenance is kept."""
-    opened = _open(table)
+    opened = _open(table, existing=False)
     changed: dict[str, int] = {}
     for other in others:
         changed[str(other)], faults = opened.merge(other)

@@ -46,7 +46,8 @@ def rank_space(
     Args:
         problem, gpu: what to search for.
         workers: processes; default one a CPU that this process may use.
-        progress: called with groups of structures done and in all.
+        progress: called with groups of structures done and in all, first with none done; not at all where
+            the ranking is known.
 
     Raises:
         InfeasibleError: no config of the kernel can run the problem; the reasons are the default's.
@@ -61,6 +62,8 @@ def rank_space(
         raise SearchError(f"no config that a search draws from can run {problem} on {gpu.name}")
     ranked: list[Ranked] = []
     count = workers or len(os.sched_getaffinity(0))
+    if progress is not None:
+        progress(0, len(rings))
     for done, part in enumerate(_map(problem, gpu, rings, count), 1):
         ranked += part
         if progress is not None:

@@ -67,12 +67,41 @@ def test_search_without_a_gpu_writes_a_prediction_and_says_so(run: Run, tmp_path
     assert "TFLOP/s" in out
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--sampler", "random"), "'random' is not known; use one of tpe, gp"),
+        (("--try", "tile_n=3"), "tile_n=3 is out of range"),
+    ],
+)
+def test_search_refuses_bad_options_before_it_ranks(
+    run: Run, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], words: str
+) -> None:
+    monkeypatch.setattr("fa4tune.search.session.rank_space", lambda *_, **__: pytest.fail("ranked"))
+    status, _, err = run("search", PROBLEM, "--arch", "sm_90a", *options)
+    assert status == 2
+    assert words in err
+
+
+def test_table_check_refuses_a_directory_that_is_not_there(run: Run, tmp_path: Path) -> None:
+    status, _, err = run("table", "check", "--table", str(tmp_path / "absent"))
+    assert status == 1
+    assert "is not a directory" in err
+
+
 @pytest.mark.usefixtures("small_space")
 def test_search_takes_shape_options(run: Run) -> None:
     shape = ("--batch", "4", "--seqlen-q", "4096", "--heads", "16", "--head-dim", "128", "--causal")
     status, out, err = run("search", *shape, "--arch", "sm_90a", "--json")
     assert status == 0, err
     assert json.loads(out)["results"][0]["problem"] == PROBLEM
+
+
+def in_table(text: str) -> bool:
+    """Whether the packaged table has another config than the default for a problem on an H200."""
+    problem, gpu = AttentionProblem.parse(text), load_gpu("h200")
+    hit = Table().lookup(problem, gpu)
+    return hit is not None and hit.entry.kernel_config() != default_config(problem, gpu.arch)
 
 
 @pytest.mark.usefixtures("small_space")
@@ -87,7 +116,8 @@ def test_export_writes_a_bundle_for_several_problems(
     status, out, err = run("search", PROBLEM, full, *arguments, *tries)
     assert status == 0, err
     assert err.count("left out: ") >= 2  # 12 register pairs of a row have no eighth
-    assert json.loads(out)["candidates"] == {PROBLEM: 6, full: 6}  # the asked one on top
+    # the one asked config that can run comes on top of the trials, and so does what the table holds now
+    assert json.loads(out)["candidates"] == {text: 6 + in_table(text) for text in (PROBLEM, full)}
     assert "measure.py" in err
     manifest = Manifest.read(tmp_path / "out")
     for problem in (PROBLEM, full):

@@ -38,3 +38,26 @@ def test_text_names_the_critical_cycle(
     out = capsys.readouterr().out
     assert "critical cycle: " in out
     assert "steady state" in out
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "words"),
+    [
+        ("--plot", "out.txt", "end it in .png, .svg, .pdf"),
+        ("--plot", "absent/out.png", "does not exist"),
+        ("--trace", "absent/out.json", "does not exist"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    option: str,
+    name: str,
+    words: str,
+) -> None:
+    monkeypatch.setattr("sys.argv", ["fa4tune", "simulate", PROBLEM, option, str(tmp_path / name)])
+    with pytest.raises(SystemExit) as done:
+        main.main()
+    assert done.value.code == 2
+    assert words in capsys.readouterr().err

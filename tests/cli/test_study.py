@@ -32,7 +32,6 @@ def test_arguments_after_the_name_are_the_studys(
 ) -> None:
     (tmp_path / "echo.py").write_text('"""Says back."""\nimport sys\nprint(sys.argv[1:])\n')
     monkeypatch.setattr(study, "FOLDER", tmp_path)
-    monkeypatch.setattr(study, "studies", lambda: {"echo": "Says back."})
     assert run(monkeypatch, "echo", "--scale", "exp=2") in (0, None)
     assert "['--scale', 'exp=2']" in capsys.readouterr().out
 
@@ -44,6 +43,12 @@ def test_unknown_study_is_one_sentence(
     assert "does not exist; use one of" in capsys.readouterr().err
 
 
-def test_missing_source_tree_is_explained(tmp_path: Path) -> None:
+def test_without_source_tree_studies_are_those_of_the_working_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(study, "FOLDER", tmp_path / "none")
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(Fa4tuneError, match="come with the source tree"):
-        study.studies(tmp_path / "none")
+        study.studies_folder()
+    (tmp_path / "studies").mkdir()
+    assert study.studies_folder() == tmp_path / "studies"
