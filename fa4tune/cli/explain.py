@@ -66,8 +66,8 @@ def show(explanation: Explanation, console: Console) -> None:
     console.print(f"[bold]Bound by {prediction.bound}[/]")
     if explanation.memory_bound:
         console.print(
-            f"The problem itself is memory-bound for any kernel: {explanation.flops_per_byte:.3g} FLOP a byte, "
-            f"the GPU balances at {explanation.ridge_flops_per_byte:.3g}"
+            f"The problem itself is memory-bound for any kernel: {explanation.flops_per_byte:.3g} FLOP a "
+            f"byte, the GPU balances at {explanation.ridge_flops_per_byte:.3g}"
         )
     if prediction.critical_cycle:
         console.print("critical cycle: " + " -> ".join(prediction.critical_cycle))
