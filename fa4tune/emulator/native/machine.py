@@ -20,6 +20,7 @@ from fa4tune.emulator.lanes import Array
 from fa4tune.emulator.machine import Cluster, Cta, Machine
 from fa4tune.emulator.native import layout, matrix, state
 from fa4tune.emulator.native.jit import NativeProgram
+from fa4tune.emulator.native.kinds import SLOT
 from fa4tune.emulator.native.layout import BASE_SHIFT, FAULT, HOST, OK, SUSPEND
 from fa4tune.emulator.native.library import library
 from fa4tune.emulator.native.parallel import independent
@@ -218,6 +219,7 @@ class NativeCta(Cta):
 
     def __init__(self, cluster: NativeCluster, rank: int, position: tuple[int, int, int]) -> None:
         self.struct = layout.CtaState()
+        self.special_places: list[tuple[slice, Array]] = []
         self.address = addressof(self.struct)
         super().__init__(cluster, rank, position)
         s, nbytes = self.struct, self.machine.smem_bytes
@@ -272,28 +274,41 @@ class NativeWarp(Warp):
         s.index, s.threads = index, self.threads
 
     def _special_memory(self, translation: Translation) -> Array:
-        """Special registers and addresses of variables, as translated code reads them."""
+        """Special registers and addresses of variables, as translated code reads them.
+
+        What no CTA changes is kept per warp number, what all warps of a CTA share per CTA.
+        """
         memory = state.aligned(translation.special_bytes)
         known = self.machine.special_templates.get(self.index)
         if known is None:
             memory[:8].view(np.uint64)[0] = self.machine.parameters_address
+            for (name, offset, base), at in translation.specials.items():
+                if name.startswith("%") and not name.startswith(_PER_CTA):
+                    self._put_special(memory, name, offset, base, at)
+            self.machine.special_templates[self.index] = memory.copy()
         else:
             memory[:] = known
-        for (name, offset, base), at in translation.specials.items():
-            if known is not None and name.startswith("%") and not name.startswith(_PER_CTA):
-                continue
-            if not name.startswith("%"):
-                value = np.full(32, self.machine.symbol(name, self.cta) + offset, np.uint64)
-            elif base == "p":
-                memory[at : at + 4].view(np.uint32)[0] = state.pack_predicate(self.special[name].astype(bool))
-                continue
-            else:
-                value = self.special[name]
-            dtype = KIND_DTYPE[base]
-            memory[at : at + 32 * dtype.itemsize].view(dtype)[...] = value.astype(dtype)
-        if known is None:
-            self.machine.special_templates[self.index] = memory
+        if not self.cta.special_places:
+            for (name, offset, base), at in translation.specials.items():
+                if not name.startswith("%") or name.startswith(_PER_CTA):
+                    self._put_special(memory, name, offset, base, at)
+                    place = slice(at, at + SLOT[base])
+                    self.cta.special_places.append((place, memory[place].copy()))
+        else:
+            for place, values in self.cta.special_places:
+                memory[place] = values
         return memory
+
+    def _put_special(self, memory: Array, name: str, offset: int, base: str, at: int) -> None:
+        if base == "p":
+            memory[at : at + 4].view(np.uint32)[0] = state.pack_predicate(self.special[name].astype(bool))
+            return
+        if name.startswith("%"):
+            value = self.special[name]
+        else:
+            value = np.full(32, self.machine.symbol(name, self.cta) + offset, np.uint64)
+        dtype = KIND_DTYPE[base]
+        memory[at : at + 32 * dtype.itemsize].view(dtype)[...] = value.astype(dtype)
 
     def new_registers(self) -> state.RegisterFile:
         """Registers by number, over one piece of memory."""

@@ -1,4 +1,4 @@
-"""Where values lie while a block is translated: moves are noted, not made, short-lived registers share places.
+"""Where values lie while a block is translated: moves are noted, short-lived registers share places.
 
 A location is an offset in the register file, in the special registers or in the constant pool. A register's
 own place is its home. Inside a block its value may lie elsewhere, in another register's home for instance;
