@@ -113,6 +113,7 @@ def _counters_dict(counters: Counters) -> list[dict[str, Any]]:
                     for (kind, m, n, k), count in sorted(total.mmas.items())
                 ],
                 "exponentials": dict(total.exponentials),
+                "rescales": dict(total.rescales),
                 "bytes": dict(total.bytes),
                 "instructions": dict(total.instructions),
             }
@@ -182,6 +183,7 @@ def _show_counters(counters: Counters, console: Any) -> None:
     for title, field in (
         ("Matrix instructions", "mmas"),
         ("Exponentials (elements)", "exponentials"),
+        ("Votes to rescale O", "rescales"),
         ("Bytes by path", "bytes"),
         ("Warp instructions by class", "instructions"),
     ):

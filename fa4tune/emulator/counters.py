@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from fa4tune.emulator.cfg import Program
+from fa4tune.emulator.cfg import EXIT, Program
 from fa4tune.emulator.isa import Operation
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ class WarpCounters:
             ``tmem_write``, ``atomic``.
         mmas: matrix instructions by (kind, M, N, K) such as ``("tcgen05.SS.cta_group::1", 128, 128, 16)``;
             a wgmma counts once, at the first warp of its warpgroup.
-        events: anything else that is counted by name.
+        rescales: ``taken`` and ``skipped``: how often a warp's vote led it into or past code that multiplies
+            an accumulator (:func:`rescale_sites` finds it), as conditional rescaling of O does.
     """
 
     cta: int
@@ -45,6 +46,7 @@ class WarpCounters:
     bytes: Counter[str] = field(default_factory=Counter)
     mmas: Counter[tuple[str, int, int, int]] = field(default_factory=Counter)
     lines: Counter[int] = field(default_factory=Counter)
+    rescales: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(slots=True)
@@ -63,7 +65,43 @@ class Counters:
                 out.bytes.update(w.bytes)
                 out.mmas.update(w.mmas)
                 out.lines.update(w.lines)
+                out.rescales.update(w.rescales)
         return out
+
+
+RESCALED = 8
+"""Fewest multiplications behind a vote that count as rescaling an accumulator."""
+
+
+def rescale_sites(program: Program) -> list[tuple[int, int]]:
+    """(voting block, first guarded block) of each vote whose yes leads to the scaling of an accumulator.
+
+    Such a block holds a ``vote`` and ends in a branch of which one way is the reconvergence point; the other
+    way leads through code that multiplies at least :data:`RESCALED` registers and computes nothing else in
+    float: fast paths of other kinds take maxima or convert there.
+    """
+    sites = []
+    for block in program.blocks:
+        if not any(o.op.startswith("vote") for o in block.operations) or len(set(block.successors)) != 2:
+            continue
+        guarded = [b for b in block.successors if b != block.reconvergence]
+        if len(guarded) != 1:
+            continue
+        region, todo = {guarded[0]}, [guarded[0]]
+        while todo:
+            inner = program.blocks[todo.pop()]
+            fresh = [b for b in inner.successors if b not in region and b not in (block.reconvergence, EXIT)]
+            region.update(fresh)
+            todo += fresh
+        kinds = [o.op.partition(".")[0] for b in region for o in program.blocks[b].operations if _is_float(o)]
+        if kinds.count("mul") >= RESCALED and set(kinds) <= {"mul", "mov"}:
+            sites.append((block.index, guarded[0]))
+    return sites
+
+
+def _is_float(operation: Operation) -> bool:
+    """Whether it computes float32 values, packed pairs included."""
+    return operation.unit in ("float", "fma", "mufu", "mufu_ex2", "convert")
 
 
 def _polynomial(operation: Operation) -> int:
@@ -89,6 +127,7 @@ class _Static:
     exponentials: NDArray[np.int64]  # (blocks, 3): elements a lane of mufu, mufu_other, polynomial
     lines: NDArray[np.int64]
     line_blocks: NDArray[np.int64]  # the block of each executed line
+    rescales: list[tuple[int, int]]
 
 
 def _static(program: Program) -> _Static:
@@ -102,7 +141,8 @@ def _static(program: Program) -> _Static:
             exponentials[i] += (_mufu(o, "mufu_ex2"), _mufu(o, "mufu"), _polynomial(o))
             lines.append(o.instruction.line)
             line_blocks.append(i)
-    return _Static(units, per_visit, exponentials, np.array(lines, np.int64), np.array(line_blocks, np.int64))
+    numbers, owners = np.array(lines, np.int64), np.array(line_blocks, np.int64)
+    return _Static(units, per_visit, exponentials, numbers, owners, rescale_sites(program))
 
 
 _STATIC: WeakKeyDictionary[Program, _Static] = WeakKeyDictionary()
@@ -127,6 +167,9 @@ def collect(machine: Machine, ctas: list[Cta]) -> list[WarpCounters]:
             executed = np.bincount(static.lines, visits[static.line_blocks]).astype(np.int64)
             numbers = np.flatnonzero(executed)
             count.lines.update(dict(zip(numbers.tolist(), executed[numbers].tolist(), strict=True)))
+            for vote, guarded in static.rescales:
+                taken, votes = int(visits[guarded]), int(visits[vote])
+                count.rescales.update(_nonzero(["taken", "skipped"], np.array([taken, votes - taken])))
             count.bytes.update(warp.bytes)
             events: dict[Any, int] = warp.events
             for key, n in events.items():
