@@ -1,6 +1,6 @@
 """How many single faults in the forward kernels' PTX the emulator finds, and what finds them.
 
-One synchronising instruction, descriptor, address or byte count of a kernel is changed at a time, drawn by seed.
+One synchronising instruction, descriptor, address or byte count of a kernel is changed at a time, by seed.
 The changed kernel runs under the checks, eagerly and then late over two seeds, until something is found; its
 output is compared with the unchanged kernel's.
 

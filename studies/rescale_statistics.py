@@ -241,13 +241,16 @@ def draw(results: dict[str, list[Walked]], path: Path) -> None:
 def main() -> None:
     """Runs the study."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seqlen", type=int, default=2048, help="keys and queries")
-    parser.add_argument("--steps", type=int, default=400, help="training steps of the model")
+    parser.add_argument("--seqlen", type=int, default=1024, help="keys and queries")
+    parser.add_argument("--steps", type=int, default=300, help="training steps of the model")
     parser.add_argument("--figure", type=Path, default=FIGURE, help="where to save the plot")
     arguments = parser.parse_args()
     inputs, loss = all_inputs(arguments.seqlen, arguments.steps)
     print(f"model: {loss:.2f} nats a byte after {arguments.steps} steps; causal, {arguments.seqlen} keys\n")
-    print("| inputs | threshold | rows that ask, % | warps that rescale, % | error | largest exponent |")
+    print(
+        "| inputs | threshold | rows that ask, % | warps that rescale, % | error | largest exponent |",
+        flush=True,
+    )
     print("|---|--:|--:|--:|--:|--:|")
     results: dict[str, list[Walked]] = {}
     for name, (q, k, v) in inputs.items():

@@ -38,9 +38,9 @@ class AsyncUnits:
     """The asynchronous units of one cluster.
 
     Args:
-        late: queue work until the synchronisation demands it. Where ``random`` is set (by the checks), half of
-            the copies land at once nevertheless: vector clocks find a missing wait at any timing, but the ways
-            that a kernel takes where it only looks at a barrier depend on it.
+        late: queue work until the synchronisation demands it. Where ``random`` is set (by the checks), half
+            of the copies land at once nevertheless: vector clocks find a missing wait at any timing, but the
+            ways that a kernel takes where it only looks at a barrier depend on it.
     """
 
     def __init__(self, late: bool) -> None:

@@ -425,7 +425,7 @@ class ClusterChecks:
         return Issued(w, agent.clock.copy(), agent.epoch, agent.at)
 
     def departed(self, w: Any) -> Issued:
-        """The same for work whose end tells what its issuer knew: what the issuer does next is not part of it."""
+        """The same for work whose end tells what its issuer knew; what it does next is not part of it."""
         issue = self.issued(w)
         w.agent.step()
         return issue

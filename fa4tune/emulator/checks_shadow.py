@@ -1,10 +1,10 @@
 """Shadow memory of the checks: who touched which 16 bytes last, and what of it was ever written.
 
 An access is named by an operation number. Every operation belongs to a component of the vector clocks (a
-warp, the stores to TMEM of a warp, an mbarrier with the copies it tracks, ...) and has an epoch on it; numbers
-and epochs of one component grow together, so that the newest operation of a region says all about the older
-ones. A conflicting access that the current clock does not know is a race, whatever order the schedule happened
-to choose.
+warp, the stores to TMEM of a warp, an mbarrier with the copies it tracks, ...) and has an epoch on it;
+numbers and epochs of one component grow together, so that the newest operation of a region says all about
+the older ones. A conflicting access that the current clock does not know is a race, whatever order the
+schedule happened to choose.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ class Shadow:
         access = self.accesses.records[number]
         assert access is not None
         target = self.writes if write else self.reads
-        row = target.row(access.component, access.family in ("warp", "copy"))  # may replace target.last
-        target.last[(row, *index)] = number
+        own_row = target.row(access.component, access.family in ("warp", "copy"))  # may replace target.last
+        target.last[(own_row, *index)] = number
         if write:
             self.valid[index] = FULL
 

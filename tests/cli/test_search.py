@@ -16,7 +16,7 @@ from fa4tune.kernels.config import SM90ForwardConfig, default_config
 from fa4tune.problem import AttentionProblem
 from fa4tune.search.bundle import Manifest
 from fa4tune.table.store import Table
-from tests.search.conftest import small_cache, small_space
+from tests.search.conftest import small_cache, small_space  # noqa: F401 - fixtures
 from tests.search.fake_build import fake_build
 from tests.table.test_store import PROBLEM as TABLE_PROBLEM
 from tests.table.test_store import make_entry

@@ -1,4 +1,4 @@
-# ruff: noqa: E501  (a PTX statement stays on one line)
+
 """Small kernels without a fault, to be given one: every text runs clean under the checks."""
 
 from __future__ import annotations

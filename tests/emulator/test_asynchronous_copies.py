@@ -1,4 +1,3 @@
-
 """mbarriers, TMA tensors, bulk copies and their groups, eagerly and late."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-# ruff: noqa: E501  (a PTX statement stays on one line)
+
 """A kernel of each kind of fault, found and named at its line; the kernels without it run clean."""
 
 from __future__ import annotations

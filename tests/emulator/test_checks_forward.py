@@ -21,7 +21,11 @@ CASES = [
     ("sm_90a", "b1_hq1_hk1_sq256_sk384_d64_dv64_bf16_full_fwd", ""),
     ("sm_90a", "b1_hq1_hk1_sq300_sk300_d128_dv128_bf16_causal_fwd", "scheduler=lpt"),
     ("sm_90a", "b1_hq1_hk1_sq256_sk256_d64_dv64_bf16_full_fwd", "p_in_registers=false"),
-    ("sm_90a", "b1_hq2_hk1_sq128_sk256_d128_dv128_bf16_full_fwd", "p_in_registers=false,scheduler=persistent"),
+    (
+        "sm_90a",
+        "b1_hq2_hk1_sq128_sk256_d128_dv128_bf16_full_fwd",
+        "p_in_registers=false,scheduler=persistent",
+    ),
     ("sm_90a", "b1_hq2_hk1_sq130_sk256_d128_dv128_bf16_causal_fwd", "scheduler=persistent"),
     ("sm_100a", "b1_hq1_hk1_sq512_sk300_d64_dv64_bf16_full_fwd", "scheduler=persistent"),
     ("sm_100a", "b1_hq2_hk1_sq256_sk256_d64_dv64_bf16_causal_fwd", "scheduler=lpt"),
@@ -47,7 +51,14 @@ def test_command_runs_the_checks() -> None:
 
     if not any(c.name == "emulate" for c in app.registered_commands):
         emulate.register(app)
-    arguments = ["emulate", "b1_hq1_hk1_sq128_sk128_d64_dv64_bf16_full_fwd", "--arch", "sm_90a", "--check", "--json"]
+    arguments = [
+        "emulate",
+        "b1_hq1_hk1_sq128_sk128_d64_dv64_bf16_full_fwd",
+        "--arch",
+        "sm_90a",
+        "--check",
+        "--json",
+    ]
     result = CliRunner().invoke(app, arguments)
     report = json.loads(result.stdout)
     assert result.exit_code == 0

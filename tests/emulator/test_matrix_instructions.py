@@ -1,4 +1,3 @@
-
 """wgmma and tcgen05 against float64 products of matrices whose products and sums are exact."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-
 """Address spaces, divergence, warp-wide instructions, named barriers."""
 
 from __future__ import annotations

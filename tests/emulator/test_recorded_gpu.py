@@ -21,12 +21,12 @@ RECORDED = Path(__file__).parents[1] / "data" / "sm90_forward_h200.safetensors"
 def _recorded() -> dict[str, torch.Tensor]:
     with safe_open(str(RECORDED), "pt") as file:
         assert file.metadata()["gpu"] == "NVIDIA H200"
-        return {name: file.get_tensor(name) for name in file.keys()}
+        return {name: file.get_tensor(name) for name in list(file.keys())}
 
 
 def _cases(kind: str) -> list[str]:
     with safe_open(str(RECORDED), "pt") as file:
-        names = [n.removesuffix(".o") for n in file.keys() if n.startswith(kind) and n.endswith(".o")]
+        names = [n.removesuffix(".o") for n in list(file.keys()) if n.startswith(kind) and n.endswith(".o")]
     assert len(names) == 8
     return names
 

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import sys
 import types
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def _import_quack_without_triton() -> None:
         package = types.ModuleType("quack")
         package.__path__ = list(spec.submodule_search_locations)
         sys.modules["quack"] = package
-        import quack.dsl
+        import_module("quack.dsl")
 
 
 def main(arch: str, head_dim: int, mask: str, folder: Path) -> None:

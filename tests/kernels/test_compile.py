@@ -160,9 +160,7 @@ def test_key_depends_on_config_version_and_module(
         compiling.object_key(_class(tile_n=64), MODULE),
         compiling.object_key(_class(), "fa4tune.kernels.config"),
     }
-    monkeypatch.setitem(
-        importlib.import_module("fa4tune.kernels.config").KERNEL_VERSIONS, "sm90_fwd", 99
-    )
+    monkeypatch.setitem(importlib.import_module("fa4tune.kernels.config").KERNEL_VERSIONS, "sm90_fwd", 99)
     keys.add(compiling.object_key(_class(), MODULE))
     assert len(keys) == 4
     assert kernel.folder.name == kernel.key

@@ -86,9 +86,7 @@ def test_sharing_matches_a_queue_at_random_phase(work: int, private: int) -> Non
     # two roles alternate time of their own (a copy each) and a shared unit; against a simulated queue
     body, dependencies, orders = [], [], []
     for g in range(2):
-        own = Operation(
-            f"own{g}", f"s{g}", Unit.L2, Work(global_read_bytes=64 * private), asynchronous=True
-        )
+        own = Operation(f"own{g}", f"s{g}", Unit.L2, Work(global_read_bytes=64 * private), asynchronous=True)
         body += [own, exponentials(f"exp{g}", f"s{g}", work)]
         dependencies.append(Dependency(f"own{g}", f"exp{g}"))
         orders.append(Order(f"s{g}", (f"own{g}", f"exp{g}")))
