@@ -112,7 +112,7 @@ def decode_trial(line: bytes | str) -> Trial:
     """
     try:
         trial = _DECODER.decode(line)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+    except (msgspec.ValidationError, msgspec.DecodeError, RecursionError) as error:
         start = (line.encode() if isinstance(line, str) else line)[:60]
         raise SearchError(f"not a trial record ({error}); the line begins {start!r}") from None
     if trial.schema > SCHEMA:
@@ -137,10 +137,14 @@ def read_trials(path: Path) -> Iterator[Trial]:
     """Records of a JSON-lines file. A torn last line (a writer killed in the middle) is left out.
 
     Raises:
-        SearchError: a complete line is not a trial record.
+        SearchError: a complete line is not a trial record, or has a newer schema.
     """
     data = path.read_bytes()
     lines = data.split(b"\n")
-    for line in lines[:-1]:  # behind the last newline: nothing, or a torn line
+    for number, line in enumerate(lines[:-1], 1):  # behind the last newline: nothing, or a torn line
         if line.strip():
-            yield decode_trial(line)
+            try:
+                trial = decode_trial(line)
+            except SearchError as error:
+                raise SearchError(f"line {number} of {path}: {error}") from None
+            yield trial

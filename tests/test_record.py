@@ -46,6 +46,15 @@ def test_newer_schema_is_refused_with_both_numbers() -> None:
         decode_trial(line)
 
 
+def test_refused_record_names_its_line_and_file(tmp_path: Path) -> None:
+    path = tmp_path / "trials.jsonl"
+    append_trials(path, [_trial()])
+    with path.open("ab") as file:
+        file.write(encode_trial(_trial()).replace(b'"schema":1', b'"schema":99'))
+    with pytest.raises(SearchError, match=rf"^line 2 of {path}: .*schema 99"):
+        list(read_trials(path))
+
+
 def test_unknown_outcome_is_refused() -> None:
     with pytest.raises(SearchError, match="not a trial record"):
         decode_trial(encode_trial(_trial()).replace(b"measured", b"guessed"))

@@ -112,9 +112,9 @@ def flash_attn_func(
         return_lse: also return the log-sum-exp.
 
     Returns:
-        out (batch, seqlen_q, heads, head_dim_v) in q's dtype, or (out, lse) with lse float32 (batch, heads,
-        seqlen_q), the natural logarithm of each row's sum of exponentials. A row that sees no key has out 0
-        and lse -inf.
+        out (batch, seqlen_q, heads, head_dim_v) in q's dtype, or (out, lse) with lse float32 (float64 for
+        float64 inputs), (batch, heads, seqlen_q), the natural logarithm of each row's sum of exponentials. A
+        row that sees no key has out 0 and lse -inf.
 
     Raises:
         ProblemError: arguments that do not fit together.

@@ -23,7 +23,7 @@ from fa4tune.search.evaluators import Evaluator, Report, silent
 from fa4tune.search.ranking import rank_space
 from fa4tune.search.space import ablations
 from fa4tune.search.study import Study
-from fa4tune.search.transfer import Comparison, Exported, Imported, export, load_results
+from fa4tune.search.transfer import Comparison, Exported, Imported, export, load_results, require_usable
 from fa4tune.table.entry import Entry
 from fa4tune.table.store import Table
 
@@ -97,6 +97,9 @@ def search_predicted(problem: AttentionProblem, request: Request, report: Report
         InfeasibleError, SearchError: nothing can run the problem.
         TableError: the table cannot be written.
     """
+    if request.asked or request.ablate:
+        request.note("nothing is measured, so configs asked for with --try or --ablate change nothing")
+    request.table.require_writable()
     ranked = rank_space(
         problem, request.gpu, progress=lambda done, total: report("predicting", done, total, str(problem))
     )
@@ -194,6 +197,7 @@ def export_bundle(
     Raises:
         SearchError: nothing could be compiled for a problem, or the directory cannot be used.
     """
+    require_usable(directory)
     built = {}
     for problem in problems:
         study = request.study(problem)
@@ -217,7 +221,8 @@ def import_results(
         override: a hardware file of one's own for that GPU.
 
     Raises:
-        SearchError: there are no results, or they are of a GPU that has no hardware file.
+        SearchError: there are no results, none was measured yet, or they are of a GPU that has no hardware
+            file.
     """
     imported = load_results(directory)
     key = imported.manifest.hardware_key
@@ -225,6 +230,8 @@ def import_results(
     if gpu is None or gpu.key != key:
         given = f"{gpu.name} is {gpu.key}" if gpu else "no hardware file describes that"
         raise SearchError(f"results are of {key}, and {given}; give the right one with --gpu")
+    if not any(comparison.trials for comparison in imported.results.values()):
+        raise SearchError(f"{directory} holds no measurement yet; run measure.py again, its reason is there")
     request = request_for(gpu)
     return [
         _take_over(AttentionProblem.parse(problem), request, imported)
@@ -273,6 +280,7 @@ def search_measured(
     Raises:
         SearchError: no config passed, or the machine cannot measure.
     """
+    request.table.require_writable()
     study = request.study(problem)
     if (left_over := evaluator.unfinished(problem, report)) is not None:
         study.add(left_over.trials)

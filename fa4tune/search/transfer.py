@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -154,10 +155,8 @@ def export(
     Raises:
         SearchError: the directory holds something else, cannot be written, or the bundle is too large.
     """
+    require_usable(directory)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if any(directory.iterdir()) and not (directory / MANIFEST).exists():
-            raise SearchError(f"{directory} is not empty; give a new directory to export to")
         for old in ("objects", "lib", "wheels", "results"):
             shutil.rmtree(directory / old, ignore_errors=True)
         manifest = make_manifest(directory, gpu, built, settings)
@@ -165,9 +164,7 @@ def export(
         (directory / "measure.py").write_text(SCRIPT)
         wheel = add_wheel(directory / "wheels", python, note)
     except OSError as error:
-        raise SearchError(
-            f"{directory} cannot be written ({error.strerror or error}); export somewhere else"
-        ) from None
+        raise _unwritable(directory, error) from None
     size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     if size > MAX_BYTES:
         raise SearchError(
@@ -175,6 +172,26 @@ def export(
         )
     counts = Counter(candidate.problem for candidate in manifest.candidates)
     return Exported(directory, dict(counts), size, wheel)
+
+
+def require_usable(directory: Path) -> None:
+    """Find out before minutes of compiling whether a bundle can be written to ``directory``.
+
+    Raises:
+        SearchError: it holds something else, or cannot be written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if any(directory.iterdir()) and not (directory / MANIFEST).exists():
+            raise SearchError(f"{directory} is not empty; give a new directory to export to")
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise _unwritable(directory, error) from None
+
+
+def _unwritable(directory: Path, error: OSError) -> SearchError:
+    return SearchError(f"{directory} cannot be written ({error.strerror or error}); export somewhere else")
 
 
 def vendor(target: Path, files: Sequence[str]) -> None:

@@ -91,7 +91,7 @@ def decode_entry(data: bytes) -> Entry:
     """
     try:
         head = msgspec.json.decode(data)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise TableError(f"it is not JSON ({error})") from None
     schema = head.get("schema") if isinstance(head, dict) else None
     if not isinstance(schema, int) or "kernel_class" not in head:

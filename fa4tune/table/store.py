@@ -171,6 +171,25 @@ class Table:
         """Where ``entry`` is written."""
         return self.directory.joinpath(*entry.key.parts, f"{entry.problem}.json")
 
+    def require_writable(self) -> None:
+        """Find out before minutes of work whether :meth:`put` can write.
+
+        Raises:
+            TableError: the table cannot be written.
+        """
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.directory):
+                pass
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> TableError:
+        return TableError(
+            f"table {self.directory} cannot be written ({error.strerror or error}); "
+            f"give a writable one with --table DIR or FA4TUNE_TABLE"
+        )
+
     def put(self, entry: Entry, *, replace: bool = False) -> Path:
         """Write ``entry``, unless the table holds a better one (:func:`better`).
 
@@ -198,10 +217,7 @@ class Table:
                 f"another process has held {self.directory / LOCK} for {LOCK_SECONDS} s; try again"
             ) from None
         except OSError as error:
-            raise TableError(
-                f"table {self.directory} cannot be written ({error.strerror or error}); "
-                f"give a writable one with --table DIR or FA4TUNE_TABLE"
-            ) from None
+            raise self._unwritable(error) from None
         return path
 
     def merge(self, other: Path | str) -> tuple[int, list[Fault]]:

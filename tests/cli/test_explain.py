@@ -103,6 +103,30 @@ def test_bad_usage_is_one_sentence_and_status_2(arguments: list[str], words: str
     assert done.stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("shape", "bound"),
+    [
+        (("--seqlen-q", "1", "--seqlen-k", "8192", "--kv-heads", "8"), "memory"),
+        (("--seqlen-q", "128"), "memory"),
+        (
+            (
+                "--seqlen-q",
+                "8192",
+            ),
+            "compute",
+        ),
+    ],
+)
+def test_short_and_single_query_problems_are_memory_bound_whatever_the_kernel(
+    shape: tuple[str, ...], bound: str
+) -> None:
+    common = ("--batch", "32", "--heads", "32", "--head-dim", "128", "--gpu", "h200")
+    told = _json(*common, *shape)
+    assert told["intensity"]["bound"] == bound
+    text = _run("explain", *common, *shape).stdout
+    assert ("The problem itself is memory-bound" in text) == (bound == "memory")
+
+
 def test_explain_imports_neither_torch_nor_the_compiler() -> None:
     code = (
         f"import sys; sys.argv = ['fa4tune', 'explain', {PROBLEM!r}, '--json'];"

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 import fa4tune
-from fa4tune.errors import SearchError
+from fa4tune.errors import SearchError, TableError
 from fa4tune.hardware.gpu import load_gpu
 from fa4tune.kernels.config import SM90ForwardConfig, default_config
 from fa4tune.outcome import Outcome
 from fa4tune.problem import AttentionProblem
 from fa4tune.record import read_trials
 from fa4tune.search.bundle import Candidate, Manifest, Results, Settings
-from fa4tune.search.session import Request, import_results
+from fa4tune.search.session import Request, export_bundle, import_results, search_predicted
 from fa4tune.search.study import Study
 from fa4tune.search.transfer import SCRIPT, VENDORED, load_results, vendor
 from fa4tune.table.key import table_key
@@ -172,6 +172,27 @@ def test_import_without_results_and_of_another_gpu_are_clear_sentences(tmp_path:
     request = Request(gpu=GPU, trials=1, table=Table(tmp_path / "t"), studies=tmp_path / "s")
     with pytest.raises(SearchError, match="give the right one with --gpu"):
         import_results(tmp_path / "bundle", lambda gpu: request, load_gpu("b200"))
+    with pytest.raises(SearchError, match="holds no measurement yet"):
+        import_results(tmp_path / "bundle", lambda gpu: request)
+
+
+def test_unusable_places_are_found_before_anything_is_predicted_or_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(*_: object, **__: object) -> None:
+        raise AssertionError("worked before it looked")
+
+    monkeypatch.setattr("fa4tune.search.session.rank_space", work)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "other").write_text("")
+    request = Request(gpu=GPU, trials=1, table=Table(tmp_path / "file"), studies=tmp_path / "s")
+    with pytest.raises(TableError, match="cannot be written"):
+        search_predicted(PROBLEM, request)
+    with pytest.raises(SearchError, match="cannot be written"):
+        export_bundle([PROBLEM], request, tmp_path / "file" / "b")
+    with pytest.raises(SearchError, match="is not empty"):
+        export_bundle([PROBLEM], request, tmp_path / "full")
 
 
 def test_vendored_files_import_nothing_of_the_package_beyond_themselves(tmp_path: Path) -> None:

@@ -159,6 +159,8 @@ def _damage(path: Path, how: str) -> None:
         path.write_text(json.dumps({**entry, "hardware_key": "sm_90a-114sm-hbm3"}))
     elif how == "time":
         path.write_text(json.dumps({**entry, "median_us": 0}))
+    elif how == "nested deeply":
+        path.write_text("[" * 100_000)
     elif how == "directory":
         path.unlink()
         path.mkdir()
@@ -177,6 +179,7 @@ DAMAGE = [
     "problem",
     "copied from another place",
     "time",
+    "nested deeply",
     "directory",
 ]
 
