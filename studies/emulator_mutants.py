@@ -1,8 +1,8 @@
 """How many single faults in the forward kernels' PTX the emulator finds, and what finds them.
 
-One synchronising instruction, descriptor, address or byte count of a kernel is changed at a time, by seed.
-The changed kernel runs under the checks, eagerly and then late over two seeds, until something is found; its
-output is compared with the unchanged kernel's.
+One synchronising instruction, descriptor, address or byte count of a kernel is changed at a time, drawn by
+seed among the instructions that the study's problem executes. The changed kernel runs under the checks, eagerly
+and then over three late seeds, until something is found; its output is compared with the unchanged kernel's.
 
     python studies/emulator_mutants.py run [--count 60]    appends to data/emulator_mutants.jsonl, resumes
     python studies/emulator_mutants.py clean [--seeds 20]  the unchanged kernels under late seeds
@@ -382,7 +382,30 @@ def read_lines() -> list[dict[str, Any]]:
 # -- summary
 
 #: Why a mutant that nothing kills computes the same, by edit and text of the instruction.
-ARGUMENTS: tuple[tuple[str, str, str], ...] = ()
+ARGUMENTS: tuple[tuple[str, str, str], ...] = (
+    (
+        "wgmma.fence removed",
+        r"^sm_90a ",
+        "an earlier wgmma.fence covers it: the run saw no other instruction touch the registers since",
+    ),
+    (
+        "tcgen05.fence::before removed",
+        r"^sm_100a ",
+        "an earlier fence covers it: the run saw no TMEM access of the warp since that others depend on",
+    ),
+    (
+        "permit kept",
+        r"^sm_100a ",
+        "the permit is for other CTAs of the SM to allocate, and no other CTA fits beside this one",
+    ),
+    (
+        "mbarrier wait on the next barrier",
+        r"^sm_90a 298 ",
+        "the producer of K waits for the other of two stages: for even tiles that is a later release by the "
+        "same warps, which implies this one's, and the wait of an even tile is also what the next, odd one "
+        "needs",
+    ),
+)
 
 
 def argument(record: dict[str, Any]) -> str | None:

@@ -130,9 +130,13 @@ def tmem_store(c: ClusterChecks, w: Any, column: int, span: int, lane: int, rows
     c.access(c.issued(w), w.cta.tmem_shadow, index, True, (component, epoch, "tmem.st"), "a tcgen05.st")
 
 
-def allocated(c: ClusterChecks, w: Any, cta: Any, first: int, columns: int) -> None:
-    """``tcgen05.alloc``: the columns hold nothing, and others may use them once they are told."""
-    _whole_columns(c, w, cta, first, columns, "tcgen05.alloc")
+def allocated(c: ClusterChecks, w: Any, cta: Any, first: int, columns: int, group: int) -> None:
+    """``tcgen05.alloc``: the columns hold nothing, and others may use them once they are told.
+
+    The allocation of a pair is one act of both CTAs: neither is told about the other's part.
+    """
+    if group == 1:
+        _whole_columns(c, w, cta, first, columns, "tcgen05.alloc")
     cta.tmem_shadow.forget((slice(first, first + columns), slice(None)))
 
 

@@ -258,7 +258,7 @@ def _commit(operation: Operation) -> RuntimeFunction:
 
 @runtime("tcgen05.alloc")
 def _alloc(operation: Operation) -> RuntimeFunction:
-    offset = operation.attrs["offset"]
+    offset, group = operation.attrs["offset"], operation.attrs["cta_group"]
 
     def alloc(w: Any, m: Array | None, base: Array, columns: Array) -> Any:
         if m is not None:
@@ -269,7 +269,7 @@ def _alloc(operation: Operation) -> RuntimeFunction:
             w.block(w.cta.tmem)
             return None
         if w.cluster.checks is not None:
-            checks_tensor.allocated(w.cluster.checks, w, w.cta, first, w.cta.tmem.blocks[first])
+            checks_tensor.allocated(w.cluster.checks, w, w.cta, first, w.cta.tmem.blocks[first], group)
         address = window_offset(base, offset)[:1].astype(U4)
         shared_store(w, address, [np.array([first], U4)], 4, False, counted=False)
         return True
