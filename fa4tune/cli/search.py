@@ -62,6 +62,9 @@ def search(
         Path | None, typer.Option("--import", metavar="DIR", help="Take the results of a measured bundle.")
     ] = None,
     python: Annotated[str, typer.Option("--python", help="Python of the measuring host.")] = "3.12",
+    emulate: Annotated[
+        bool, typer.Option(help="Run a predicted winner in the emulator before it is written.")
+    ] = True,
     rounds: Annotated[int, typer.Option("--rounds", min=5, help="Turns of every config.")] = 15,
     duel_rounds: Annotated[int, typer.Option("--duel-rounds", min=5, help="Turns in the last duel.")] = 40,
     json: JsonOption = False,
@@ -99,6 +102,7 @@ def search(
             asked=tuple(try_ or ()),
             ablate=ablate,
             note=note,
+            emulate=emulate,
         )
 
     if import_ is not None:

@@ -18,6 +18,7 @@ from fa4tune.record import Trial
 from fa4tune.search.bundle import Settings
 from fa4tune.search.candidates import Choice, choose, predicted_time
 from fa4tune.search.compiling import Built, build
+from fa4tune.search.emulated import run_in_emulator
 from fa4tune.search.entries import measured_entry, predicted_entry
 from fa4tune.search.evaluators import Evaluator, Report, silent
 from fa4tune.search.ranking import rank_space
@@ -72,6 +73,7 @@ class Request:
         asked: texts of further configs to measure, as ``--config`` takes them.
         ablate: also measure every config that differs from the default in one knob.
         note: told of asked configs that a problem cannot run.
+        emulate: run a predicted winner in the emulator before its entry is written.
     """
 
     gpu: Gpu
@@ -84,6 +86,7 @@ class Request:
     asked: tuple[str, ...] = ()
     ablate: bool = False
     note: Callable[[str], None] = lambda text: None
+    emulate: bool = False
 
     def study(self, problem: AttentionProblem) -> Study:
         """The study of one problem."""
@@ -104,6 +107,10 @@ def search_predicted(problem: AttentionProblem, request: Request, report: Report
         problem, request.gpu, progress=lambda done, total: report("predicting", done, total, str(problem))
     )
     entry = predicted_entry(problem, request.gpu, ranked)
+    if request.emulate:
+        report("emulating", 0, 1, str(problem))
+        kernel = run_in_emulator(problem, entry.kernel_config(), request.gpu, request.note)
+        entry = predicted_entry(problem, request.gpu, ranked, kernel=kernel)
     path = request.table.put(entry)
     return Found(problem, entry, path, {Outcome.PREDICTED.value: len(ranked)})
 
