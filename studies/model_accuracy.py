@@ -41,6 +41,7 @@ PLAUSIBLE = {
     "warp_issue_per_clk": (0.45, 0.9),
     "contention": (0.4, 1.0),
     "exp_overlap": (0.2, 0.8),
+    "emulation_stall_clk": (0.0, 6.0),
     "smem_conflict": (0.0, 1.0),
     "barrier_latency_clk": (20.0, 80.0),
     "mma_latency_clk": (20.0, 100.0),

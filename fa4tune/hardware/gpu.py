@@ -46,6 +46,7 @@ class Gpu:
 
     ``warp_issue_per_clk`` is what one warp alone issues in a section of dependent arithmetic; ``exp_overlap``
     the part of the shorter of its exponentials and its other instructions that hides under the longer;
+    ``emulation_stall_clk`` what a warp waits for the chain of a polynomial in place of an exponential;
     ``contention`` how far other roles' use of a unit delays a role (0 never, 1 as if they met at random and
     shared evenly); ``smem_conflict`` the part of SMEM writes and thread accesses that holds up operand reads
     of the tensor cores when they meet (1: they come first). ``hbm_efficiency`` is the part of the HBM
@@ -90,6 +91,7 @@ class Gpu:
     arithmetic_latency_clk: float
     warp_issue_per_clk: float
     exp_overlap: float
+    emulation_stall_clk: float
     contention: float
     smem_conflict: float
     tile_overhead_clk: float

@@ -148,6 +148,7 @@ def _duration(operation: Operation, warps: int, gpu: Gpu) -> Duration:
     part = min(1.0, warps / SCHEDULERS)
     exponentials = exp / part
     arithmetic = max(max(0.0, work.issue - work.exp / 32) / pace, fma / part, alu / part)
+    arithmetic += work.exp_emulated / (32 * warps) * gpu.emulation_stall_clk
     longer, shorter = max(exponentials, arithmetic), min(exponentials, arithmetic)
     # element by element work leaves no dependent tail that its neighbours could not fill
     latency = gpu.arithmetic_latency_clk if chained else 0.0
