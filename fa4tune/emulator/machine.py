@@ -457,9 +457,7 @@ def run(
     if min(workers, total) > 1 and not check and machine.parallel and not trace:
         from fa4tune.emulator.native.parallel import run_clusters
 
-        make = partial(
-            _machine, backend, module, compiler, launch, late=late, counters=counters, trace=False
-        )
+        make = partial(_machine, backend, module, compiler, launch, late=late, counters=counters, trace=False)
         with single_thread():
             done, result.matrix_seconds = run_clusters(
                 make, positions, min(workers, total), counters, progress

@@ -1,4 +1,3 @@
-
 """Small kernels without a fault, to be given one: every text runs clean under the checks."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-
 """A kernel of each kind of fault, found and named at its line; the kernels without it run clean."""
 
 from __future__ import annotations
