@@ -441,7 +441,10 @@ def summary() -> None:
                 for c in sorted({r["category"] for r in mine})
             },
         }  # fmt: skip
-        print(f"{arch}: {len(mine)} mutants, {dict(verdicts)}; {len(stuck)} deadlocks, all diagnosed")
+        hung = verdicts.get("hung", 0)
+        print(
+            f"{arch}: {len(mine)} mutants, {dict(verdicts)}; {len(stuck)} deadlocks named, {hung} runs hung"
+        )
         for name, n in killers.most_common():
             print(f"  {n:4d} killed by {name}")
         for r in mine:

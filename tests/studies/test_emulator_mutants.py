@@ -1,0 +1,79 @@
+"""The mutation study: its edits apply, its draw repeats, its verdicts come from the records."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+
+@pytest.fixture(scope="module")
+def study() -> ModuleType:
+    path = Path(__file__).parents[2] / "studies" / "emulator_mutants.py"
+    spec = importlib.util.spec_from_file_location("emulator_mutants", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def hopper(study: ModuleType) -> Any:
+    return study.subject("sm_90a")
+
+
+def test_every_edit_changes_one_line_to_ptx_that_is_read(study: ModuleType, hopper: Any) -> None:
+    from fa4tune.emulator.machine import load
+
+    one_each = {m.edit: m for m in study.mutants("sm_90a", hopper.ptx)}
+    assert len(one_each) > 25
+    for mutant in one_each.values():
+        changed = study.applied(hopper.ptx, mutant)
+        pairs = zip(hopper.ptx.splitlines(), changed.splitlines(), strict=True)
+        assert [n for n, (a, b) in enumerate(pairs, 1) if a != b] == [mutant.line]
+        load(changed, hopper.launches[0].entry)
+
+
+def test_draw_repeats_and_covers_every_edit_first(study: ModuleType, hopper: Any) -> None:
+    lines = set(range(1, hopper.ptx.count("\n") + 2))
+    first = study.drawn("sm_90a", hopper.ptx, lines, 70, 0)
+    assert first == study.drawn("sm_90a", hopper.ptx, lines, 70, 0)
+    assert first != study.drawn("sm_90a", hopper.ptx, lines, 70, 1)
+    assert len(set(first)) == 70
+    edits = {m.edit for m in study.mutants("sm_90a", hopper.ptx)}
+    assert {m.edit for m in first[: len(edits)]} == edits
+
+
+def test_a_mutant_is_judged(study: ModuleType, hopper: Any) -> None:
+    findings, completed = hopper.run(hopper.ptx, None)
+    assert completed
+    assert not findings
+    expected = hopper.out.clone(), hopper.lse.clone()
+    mutant = next(m for m in study.mutants("sm_90a", hopper.ptx) if m.edit == "proxy fence removed")
+    record = study.judge(hopper, mutant, expected)
+    assert (record["verdict"], record["killed_by"]) == ("killed", "missing-proxy-fence")
+
+
+def test_recorded_study_misses_at_most_one_in_twenty(study: ModuleType) -> None:
+    data = json.loads(study.SUMMARY.read_text())
+    records = data["mutants"]
+    assert len(records) >= 100
+    for arch, table in data["kernels"].items():
+        mine = [r for r in records if r["arch"] == arch]
+        assert table["verdicts"] == Counter(r["verdict"] for r in mine)
+        assert table["verdicts"].get("missed", 0) <= 0.05 * len(mine)
+        assert "hung" not in table["verdicts"]
+    for record in records:
+        assert record["verdict"] != "equivalent" or record["argument"]
+        if not record.get("completed", True):
+            assert record["kinds"], record
