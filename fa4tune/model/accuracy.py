@@ -12,7 +12,7 @@ from scipy.stats import spearmanr
 
 from fa4tune.errors import ConfigError, InfeasibleError
 from fa4tune.hardware.gpu import Gpu
-from fa4tune.kernels.config import CONFIGS, KernelConfig
+from fa4tune.kernels.config import CONFIGS, KERNEL_VERSIONS, KernelConfig
 from fa4tune.kernels.plan import KernelPlan
 from fa4tune.kernels.program import build_plan
 from fa4tune.outcome import Outcome
@@ -39,13 +39,16 @@ class Sample:
 def samples(trials: Iterable[Trial], gpu: Gpu) -> list[Sample]:
     """Measured trials of ``gpu`` as samples, one a problem and config: the median of its medians.
 
-    Left out: trials of other hardware, without a time, with spills, or whose plan no longer exists.
+    Left out: trials of other hardware or of another version of the kernel (their times are not comparable),
+    without a time, with spills, or whose plan no longer exists.
     """
     times: dict[tuple[str, str], list[float]] = {}
     known: dict[tuple[str, str], tuple[AttentionProblem, KernelConfig, KernelPlan] | None] = {}
     for trial in trials:
         usable = trial.outcome == Outcome.MEASURED and trial.median_us and trial.hardware_key == gpu.key
-        if not usable or any("spill" in name and count for name, count in trial.resources.items()):
+        current = trial.kernel_version == KERNEL_VERSIONS[CONFIGS[gpu.arch].family]
+        spilled = any("spill" in name and count for name, count in trial.resources.items())
+        if not usable or not current or spilled:
             continue
         key = (trial.problem, repr(sorted(trial.config.items())))
         if key not in known:

@@ -39,14 +39,6 @@ def sign_test(a: Sequence[float], b: Sequence[float]) -> float:
     return min(1.0, 2 * tail)
 
 
-def drift(samples: Sequence[float]) -> float:
-    """Relative change of the median from the first third of ``samples`` to the last; 0 below six samples."""
-    third = len(samples) // 3
-    if third < 2:
-        return 0.0
-    return median(samples[-third:]) / median(samples[:third]) - 1.0
-
-
 def finalists(medians: Mapping[int, float], default: int, count: int) -> list[int]:
     """The default and the ``count`` fastest others, fastest first; what a duel is run between."""
     others = sorted((time, name) for name, time in medians.items() if name != default)

@@ -10,7 +10,7 @@ import pytest
 
 from fa4tune.errors import ConfigError, InfeasibleError, SearchError
 from fa4tune.hardware.gpu import load_gpu
-from fa4tune.kernels.config import default_config
+from fa4tune.kernels.config import KERNEL_VERSIONS, default_config
 from fa4tune.kernels.program import build_plan
 from fa4tune.model.accuracy import Sample, accuracy, samples
 from fa4tune.model.fit import CONSTANTS, fit, overlay
@@ -107,6 +107,7 @@ def test_samples_leave_out_what_has_no_comparable_time() -> None:
             "hardware_key": gpu.key,
             "outcome": Outcome.MEASURED,
             "median_us": 100.0,
+            "kernel_version": KERNEL_VERSIONS["sm90_fwd"],
         }
         return Trial(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -116,6 +117,7 @@ def test_samples_leave_out_what_has_no_comparable_time() -> None:
             trial(median_us=110.0),
             trial(outcome=Outcome.HUNG, median_us=None),
             trial(hardware_key="sm_90a-1sm-other"),
+            trial(kernel_version=KERNEL_VERSIONS["sm90_fwd"] - 1, median_us=900.0),
             trial(resources={"spill_bytes": 8}, config={**config, "kv_stages": 1}),
             trial(config={"tile_m": 64}),
         ],

@@ -113,9 +113,10 @@ def build_plan(problem: AttentionProblem, config: SM100ForwardConfig, gpu: Gpu) 
     columns = 2 * config.tile_n + config.q_tiles * dv
     if columns > gpu.tmem_columns:
         fits = (gpu.tmem_columns - config.q_tiles * dv) // 2 // MMA_K * MMA_K
+        advice = f"tile_n={fits} fits" if fits > 0 else "no tile_n fits"
         reasons.append(
             f"2 S tiles of {config.tile_n} columns and {config.q_tiles} O tiles of {dv} take {columns} TMEM "
-            f"columns, the SM has {gpu.tmem_columns}; tile_n={fits} fits"
+            f"columns, the SM has {gpu.tmem_columns}; {advice}"
         )
     used = 128 * (config.registers[0] * config.q_tiles + config.registers[1] + config.registers[2])
     pool = config.launch_registers * config.threads

@@ -223,6 +223,7 @@ def test_o_takes_the_place_of_q_only_where_it_must() -> None:
         ("kv_stages=1", {}, ("deadlock",)),
         ("tile_n=16,p_split=0.75", {}, ("p_split=0.75", "16 keys")),
         ("", {"mask": "win64-0"}, ("win64-0",)),
+        ("", {"d": 512, "dv": 512}, ("head_dim=512", "no tile_n fits")),
         ("", {"d": 80}, ("head_dim=80", "192 with 128")),
     ],
 )
