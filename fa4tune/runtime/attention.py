@@ -107,7 +107,7 @@ def flash_attn_func(
         q: (batch, seqlen_q, heads, head_dim), bfloat16 or float16 on a GPU, any float dtype on the CPU.
         k: (batch, seqlen_k, kv_heads, head_dim); kv_heads divides heads.
         v: (batch, seqlen_k, kv_heads, head_dim_v).
-        softmax_scale: 1 / sqrt(head_dim) by default.
+        softmax_scale: any finite factor; 1 / sqrt(head_dim) by default.
         causal: aligned bottom-right: row i sees keys up to ``i + seqlen_k - seqlen_q``.
         return_lse: also return the log-sum-exp.
 
@@ -144,6 +144,8 @@ def flash_attn_func(
         out, lse = served.compute(q, k, v, scale, causal)
     else:
         assert served.like is not None
+        if not scale > 0:
+            q, scale = _with_positive_scale(q, scale)
         out = torch.empty_like(served.like[0], memory_format=torch.contiguous_format)
         lse = torch.empty_like(served.like[1], memory_format=torch.contiguous_format)
         if served.dispatch.copies:
@@ -155,6 +157,21 @@ def flash_attn_func(
                 run(q, k, v, out, lse, scale)
     _last = served.dispatch
     return (out, lse) if return_lse else out
+
+
+def _with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """The same scores by a positive scale: kernels take the row maximum of ``q k^T`` before they scale it.
+
+    A sign moves into q, which is exact; at 0 every score is 0, as of queries that are 0.
+
+    Raises:
+        LaunchError: the scale is not a number.
+    """
+    if scale < 0:
+        return -q, -scale
+    if scale == 0:
+        return torch.zeros_like(q), 1.0
+    raise LaunchError(f"softmax_scale={scale} is not a number; give a finite factor or None for the default")
 
 
 def last_dispatch() -> Dispatch | None:

@@ -278,3 +278,20 @@ def test_only_tensors_that_tma_can_read_are_passed_as_they_are(make: object, ali
     copy = runtime._aligned(tensor)
     assert runtime._is_aligned(copy)
     assert torch.equal(copy, tensor) or tensor.isnan().any()
+
+
+@pytest.mark.parametrize("scale", [-0.25, 0.0])
+def test_scores_are_the_same_by_a_positive_scale(scale: float) -> None:
+    q, k, v = (torch.randn(1, 40, 2, 64, dtype=torch.float64) for _ in range(3))
+    turned, positive = runtime._with_positive_scale(q, scale)
+    assert positive > 0
+    wanted, given = (
+        attention(a, k, v, softmax_scale=b, causal=True) for a, b in ((q, scale), (turned, positive))
+    )
+    for exact, actual in zip(wanted, given, strict=True):
+        torch.testing.assert_close(actual, exact, rtol=0, atol=1e-12)
+
+
+def test_scale_that_is_no_number_is_refused() -> None:
+    with pytest.raises(LaunchError, match="softmax_scale=nan is not a number"):
+        runtime._with_positive_scale(torch.zeros(1), float("nan"))

@@ -138,3 +138,15 @@ def test_every_visible_gpu_is_served() -> None:
     out, _ = call(q.to("cuda:1"), k.to("cuda:1"), v.to("cuda:1"), False)
     assert out.device == torch.device("cuda:1")
     assert torch.equal(out.cpu(), expected.cpu())
+
+
+@pytest.mark.parametrize("scale", [-0.25, 0.0])
+@pytest.mark.parametrize("causal", [False, True])
+def test_scale_that_is_not_positive(scale: float, causal: bool) -> None:
+    q, k, v = tensors()
+    call(q, k, v, causal)  # skips where no kernel can be had
+    out, lse = flash_attn_func(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
+    exact, exact_lse = attention(q, k, v, softmax_scale=scale, causal=causal)
+    rounded, _ = attention_rounded(q, k, v, softmax_scale=scale, causal=causal)
+    assert errors_against(out, exact).rms <= BOUND * errors_against(rounded, exact).rms
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=5e-3)
