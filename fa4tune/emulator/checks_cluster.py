@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 KNOWN, PROXIED, LENIENT, TMEM = range(4)
 SHARED_CLOCKS = 3  #: of the four, those that barriers carry
 TMEM_GROUP = 16  #: lanes of a granule of tensor memory
+TENSOR_FAMILIES = ("tmem.ld", "tmem.st", "mma")  #: asynchronous work that tcgen05 fences order
 GUARD = 0  #: the component of live mbarriers, known to nobody
 GUARD_EPOCH = 1 << 30
 
@@ -61,7 +62,7 @@ class Agent:
     own: dict[str, int] = field(default_factory=dict)  #: components of its asynchronous work
     groups: dict[str, int] = field(default_factory=dict)  #: closed groups of each
     numbers: dict[tuple[int, bool], int] = field(default_factory=dict)
-    fenced: Array | None = None  #: clocks at the last fence, for a relaxed arrival
+    fenced: Array | None = None  #: what fences made a relaxed arrival carry
     initialised: list[Any] = field(default_factory=list)  #: its mbarriers since the last fence for them
     loading: int = 0  #: registers (bits) that a tcgen05.ld writes
     flying: list[tuple[int, int]] = field(default_factory=list)  #: wgmma groups and their registers
@@ -115,6 +116,7 @@ class ClusterChecks:
         warps = len(cluster.warps)
         self.size = 1 + 7 * warps + 256 * cluster.size
         self.components = 1
+        self.tensor: Array = np.zeros(self.size, bool)
         self.accesses = Accesses()
         self.mbarriers: dict[MBarrier, _Clocks] = {}
         self.places: dict[tuple[int, int], _Clocks] = {}
@@ -178,6 +180,8 @@ class ClusterChecks:
         if found is None:
             found = agent.own[family] = self.component()
             agent.groups[family] = 0
+            if family in TENSOR_FAMILIES:
+                self.tensor[found] = True
         return found, agent.groups[family] + 1
 
     def close(self, agent: Agent, family: str) -> int:
@@ -235,6 +239,9 @@ class ClusterChecks:
             component = agent.own.get(family)
             if component is not None:
                 clock[KNOWN, component] = clock[LENIENT, component]
+        # a relaxed arrival that follows orders them, and nothing else (PTX ISA, tcgen05 memory consistency)
+        ordered = np.where(self.tensor, clock[:SHARED_CLOCKS], 0)
+        agent.fenced = ordered if agent.fenced is None else np.maximum(agent.fenced, ordered)
 
     def tcgen05_wait(self, w: Any, family: str) -> None:
         """``tcgen05.wait::ld`` and ``::st``."""

@@ -16,8 +16,11 @@ MAX_CTA_REGISTERS = 65536
 SCHEDULERS = ("single", "persistent", "lpt")
 """One tile a CTA; a static persistent loop; longest tile first with heads in L2-sized sections."""
 
-KERNEL_VERSIONS = {"sm90_fwd": 2, "sm100_fwd": 1}
+KERNEL_VERSIONS = {"sm90_fwd": 2, "sm100_fwd": 2}
 """Raised by hand when tuned numbers of a kernel family stop being comparable with those of earlier ones."""
+
+ROW_SUMS = ("after_p", "with_exponentials")
+"""When a row's exponentials are added up: while PV runs already, or as they are computed."""
 
 SHARE_STEP = 1 / 16
 """Emulated shares of exponentials are multiples of this."""
@@ -233,6 +236,9 @@ class SM100ForwardConfig(KernelConfig):
     p_split: float = _knob(
         0.75, float, (0.5, 0.75, 1.0), "part of P whose arrival lets the first part of PV start"
     )
+    row_sum: str = _knob(
+        "after_p", str, ROW_SUMS, "after_p (rows are added up while PV runs) or with_exponentials"
+    )
     registers: tuple[int, ...] = _knob(
         (), _registers, ((), (184, 80, 64), (192, 72, 56), (176, 88, 72), (200, 64, 48)),
         "registers a thread: softmax/correction/other",
@@ -262,6 +268,8 @@ class SM100ForwardConfig(KernelConfig):
             raise self._fail("exp2_start", "use 0 to 7")
         if not 0 < self.p_split <= 1:
             raise self._fail("p_split", "use a part above 0, up to 1")
+        if self.row_sum not in ROW_SUMS:
+            raise self._fail("row_sum", f"use one of {', '.join(ROW_SUMS)}")
         self._check_exp2(self.exp2_share, self.exp2_degree, self.rescale_threshold, self.scheduler)
         if not self.registers:
             object.__setattr__(self, "registers", (192, 72, 56) if self.cta_group == 1 else (184, 80, 64))

@@ -2,8 +2,10 @@
 
 An operation that its role executes itself (softmax, rescale) is a *section* of arithmetic of a few warps. Its
 exponentials and its other instructions come from the same in-order warps, so that only ``exp_overlap`` of the
-shorter of the two hides under the longer. Chains of dependent instructions (maxima, exponentials) go at
-``warp_issue_per_clk`` a warp; element by element work (rescaling, sums kept in many registers) goes at one.
+shorter of the two hides under the longer. It waits for its tensor-memory accesses, except that maxima are
+taken of what has arrived while the rest of a row is on its way. Chains of dependent instructions (maxima,
+exponentials) go at ``warp_issue_per_clk`` a warp; element by element work (rescaling, sums kept in many
+registers) goes at one.
 
 An asynchronous operation (matrix multiply, bulk copy) occupies its unit for ``tensor`` or ``other`` cycles
 and is seen by its reader ``latency`` later.
@@ -152,7 +154,11 @@ def _duration(operation: Operation, warps: int, gpu: Gpu) -> Duration:
     longer, shorter = max(exponentials, arithmetic), min(exponentials, arithmetic)
     # element by element work leaves no dependent tail that its neighbours could not fill
     latency = gpu.arithmetic_latency_clk if chained else 0.0
-    if work.tmem_load_bytes:
+    section, waited = longer + (1.0 - gpu.exp_overlap) * shorter, tmem / part
+    if operation.unit == Unit.ALU:
+        # maxima go over scores as they arrive
+        section, waited = max(section, waited), 0.0
+    elif work.tmem_load_bytes:
         latency += gpu.tmem_latency_clk
     return Duration(
         False,
@@ -160,8 +166,8 @@ def _duration(operation: Operation, warps: int, gpu: Gpu) -> Duration:
         0.0,
         0.0,
         0.0,
-        longer + (1.0 - gpu.exp_overlap) * shorter,
-        tmem / part,
+        section,
+        waited,
         work.smem_generic_bytes / gpu.smem_bytes_per_clk / part,
         latency,
         units,

@@ -19,7 +19,7 @@ from fa4tune.kernels.config import CONFIGS, KernelConfig, default_config
 from fa4tune.kernels.program import build_plan
 from fa4tune.problem import AttentionProblem
 
-SOFT_KNOBS = ("exp2_share", "exp2_degree", "exp2_start", "rescale_threshold", "p_split")
+SOFT_KNOBS = ("exp2_share", "exp2_degree", "exp2_start", "rescale_threshold", "p_split", "row_sum")
 """Knobs that do not decide whether a structure fits."""
 
 UNPREDICTED_KNOBS = ("registers",)

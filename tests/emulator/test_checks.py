@@ -198,6 +198,32 @@ def test_waived_findings_stay_but_are_no_errors() -> None:
     assert not result.errors
 
 
+RELAXED = [
+    ("mbarrier.init.shared.b64 [%r100+8], 1;", "mbarrier.init.shared.b64 [%r100+8], 4;"),
+    (
+        "bar.sync 0; // A is there",
+        "elect.sync _|%p4, 0xffffffff;\nadd.s32 %r101, %r100, 8;\n"
+        f"@%p4 mbarrier.arrive.relaxed.cluster.shared::cta.b64 _, [%r101];\n{wait('%r101', 0, 'C')}",
+    ),
+]
+
+
+def test_relaxed_arrival_after_a_tcgen05_fence_orders_tensor_memory() -> None:
+    """PTX ISA, tcgen05 memory consistency: the pattern of instructions of different threads."""
+    assert [str(f) for f in TCGEN05.run(*RELAXED).findings] == []
+    unfenced = ("tcgen05.fence::before_thread_sync;\nbar.sync 0; // A is there", RELAXED[1][1])
+    assert {f.kind for f in TCGEN05.run(RELAXED[0], unfenced).findings} == {"race"}
+
+
+def test_relaxed_arrival_after_a_tcgen05_fence_orders_nothing_else() -> None:
+    stored = "st.shared.v4.b32 [%r1], {%r3, %r3, %r3, %r3};\nfence.proxy.async.shared::cta;\nmov.b32 %r70, "
+    edit = ("mov.b32 %r70, ", stored)
+    assert [str(f) for f in TCGEN05.run(edit).findings] == []
+    (finding,) = TCGEN05.run(*RELAXED, edit).findings
+    assert finding.kind == "race"
+    assert "both in shared memory" in str(finding)
+
+
 def test_waivers_are_listed_with_reasons_and_unknown_ones_refused() -> None:
     for kinds, reason in WAIVERS.values():
         assert set(kinds) <= set(KINDS)

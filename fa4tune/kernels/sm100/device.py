@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import tcgen05
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 from fa4tune.kernels.exp2 import MIN_EXPONENT, POLYNOMIALS, ROUND_DOWN_MAGIC
-from fa4tune.kernels.exp2_device import _add_exponent, _asm
+from fa4tune.kernels.exp2_device import _add_exponent
 
 LANE_STRIDE = 1 << 16
 """TMEM addresses hold the lane in bits 16-31 and the column in bits 0-15."""
@@ -79,24 +79,14 @@ def opaque(value: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
 
 
 @dsl_user_op
-def _as_float(value: Int32, *, loc: Any = None, ip: Any = None) -> Float32:
-    operands = [Int32(value).ir_value(loc=loc, ip=ip)]
-    return Float32(_asm(T.f32(), operands, "mov.b32 $0, $1;", "=f,r", loc, ip))
+def zero_read_here(address: cute.Pointer, *, loc: Any = None, ip: Any = None) -> Float32:
+    """The zero that SMEM holds at ``address``, read where it stands, as float32.
 
-
-def held_back(shift: Pair, packed: cute.Tensor, count: int, total: Pair) -> Pair:
-    """``shift``, as something that depends on ``packed`` and ``total``, which have no sign bits set.
-
-    The assembler would otherwise do the exponentials of a whole row first, keep rounded and unrounded values
-    together in registers, and hand over the first part of P late. What is added is zero: the minimum of
-    values that are not negative, or not numbers, and 0.
+    The assembler moves arithmetic ahead of stores and barrier arrivals, but it neither knows this value nor
+    reads it before the arrivals that stand before: what adds it comes after them.
     """
-    bits = packed[0]
-    for i in range(3, count, 4):
-        bits = bits | packed[i]
-    zero = cute.arch.fmin(cute.arch.fmin(_as_float(bits), total[0]), Float32(0.0))
-    shifted = shift[0] + zero
-    return shifted, shifted
+    operands = [address.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)]
+    return Float32(_volatile(T.f32(), operands, "ld.volatile.shared.f32 $0, [$1];", "=f,r", loc, ip))
 
 
 class TmemRows:

@@ -33,15 +33,23 @@ from fa4tune.kernels.exp2_device import exp2_hardware, pack_pair
 from fa4tune.kernels.mask import mask_from_column
 from fa4tune.kernels.plan import KernelPlan
 from fa4tune.kernels.sm100.device import (
+    Pair,
     TmemRows,
     exp2_emulated_pair,
     fence_after_wait,
     fence_before_arrive,
     fma_pair,
-    held_back,
     opaque,
+    zero_read_here,
 )
-from fa4tune.kernels.sm100.forward_plan import MMA_K, TILE_M, build_plan, fragments
+from fa4tune.kernels.sm100.forward_plan import (
+    EARLY_COLUMNS,
+    MMA_K,
+    SUM_CHAINS,
+    TILE_M,
+    build_plan,
+    fragments,
+)
 from fa4tune.kernels.sm100.walk import TileWalk
 from fa4tune.kernels.tile_scheduler import TileShape, is_valid, tile_count, tile_shape
 from fa4tune.problem import AttentionProblem
@@ -75,6 +83,7 @@ class ForwardSm100(TileWalk):
         self.split = int(plan.constants["split"])
         self.overlay = bool(plan.constants["o_overlays_q"])
         self.passes = int(plan.constants["passes"])
+        self.summed_late = int(plan.constants["summed_late"])
         self.fragments = fragments(config.tile_n, self.split)
         share = round(config.exp2_share * SHARE_DENOMINATOR)
         start = config.exp2_start if share else 0
@@ -242,7 +251,8 @@ class ForwardSm100(TileWalk):
         correction_warp = plan.role("correction").first_warp
         if warp < correction_warp:
             cute.arch.setmaxregister_increase(softmax_registers)
-            self.softmax(tmem, stats, mLSE, bars, call, scale_log2)
+            # The address of the TMEM is a zero in SMEM.
+            self.softmax(tmem, stats, address_slot, mLSE, bars, call, scale_log2)
         elif warp < mma_warp:
             if const_expr(correction_registers > plan.constants["launch_registers"]):
                 cute.arch.setmaxregister_increase(correction_registers)
@@ -431,6 +441,7 @@ class ForwardSm100(TileWalk):
         self,
         tmem: cute.Pointer,
         stats: cute.Tensor,
+        zero: cute.Pointer,
         mLSE: cute.Tensor,
         bars: dict,
         call: tuple,
@@ -439,7 +450,8 @@ class ForwardSm100(TileWalk):
         """Softmax warpgroup of a query tile: S to P in TMEM, a thread a row; factors to the correction."""
         config, plan = self.config, self.plan
         thread = cute.arch.thread_idx()[0] % 128
-        q, warp = cute.arch.thread_idx()[0] // 128, thread // 32
+        warps = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        q, warp = warps // 4, warps % 4
         turn, scales = Int32(0), Int32(0)
         walk = self.walk(call)
         wave, index = Int32(0), walk.worker
@@ -452,7 +464,7 @@ class ForwardSm100(TileWalk):
             if const_expr(self.causal):
                 visible = cutlass.min(visible, visible + row // self.packed - walk.seqlen_q + 1)
             row_max, row_sum = -Float32.inf, Float32(0.0)
-            env = (tmem, stats, bars, scale_log2, q, warp, thread)
+            env = (tmem, stats, zero, bars, scale_log2, q, warp, thread)
             for i in cutlass.range(tile.blocks - tile.clear, unroll=1):
                 row_max, row_sum, scales = self.softmax_step(
                     env, row_max, row_sum, scales, turn, i > 0, visible, True
@@ -492,7 +504,7 @@ class ForwardSm100(TileWalk):
         masked: cutlass.Constexpr[bool],
     ) -> tuple[Float32, Float32, Int32]:
         """One K/V tile: maximum, exponentials, P. ``later`` is false in an output tile's first one."""
-        tmem, stats, bars, scale_log2, q, warp, thread = env
+        tmem, stats, zero, bars, scale_log2, q, warp, thread = env
         config = self.config
         slot, phase = self.slot(q, turn)
         address = tmem + slot * config.tile_n
@@ -544,7 +556,7 @@ class ForwardSm100(TileWalk):
         below, above = scale_log2 * Float32(2.0**-23 - 1.0), scale_log2 * Float32(-1.0 - 2.0**-23)
         minus = finite * (below if finite > Float32(0.0) else above)
         row_sum = self.exponentials(
-            s, address, scale_log2, minus, row_sum * factor, bars, slot, thread, visible, masked
+            s, address, scale_log2, minus, row_sum * factor, zero, bars, slot, thread, visible, masked
         )
         return tile_max, row_sum, scales
 
@@ -556,6 +568,7 @@ class ForwardSm100(TileWalk):
         scale_log2: Float32,
         minus: Float32,
         row_sum: Float32,
+        zero: cute.Pointer,
         bars: dict,
         slot: Int32,
         thread: Int32,
@@ -565,6 +578,7 @@ class ForwardSm100(TileWalk):
         """P = 2^(S * scale + minus) of a row, by fragments, over S in TMEM; ``row_sum`` plus its sum."""
         config = self.config
         scale, shift = (scale_log2, scale_log2), (minus, minus)
+        before = shift
         total = (row_sum, Float32(0.0))
         for start, size in self.fragments:
             offset = start if const_expr(self.passes == 1) else 0
@@ -573,12 +587,17 @@ class ForwardSm100(TileWalk):
             packed = cute.make_rmem_tensor(size // 2, Int32)
             for pair in cutlass.range_constexpr(size // 2):
                 at = offset + 2 * pair
-                x = fma_pair((s[at], s[at + 1]), scale, shift)
+                x = fma_pair(
+                    (s[at], s[at + 1]), scale, before if const_expr(2 * pair < EARLY_COLUMNS) else shift
+                )
                 if const_expr(self.emulated[start + 2 * pair]):
                     p = exp2_emulated_pair(x, config.exp2_degree)
                 else:
                     p = (exp2_hardware(x[0]), exp2_hardware(x[1]))
-                total = cute.arch.add_packed_f32x2(total, p)
+                if const_expr(start < config.tile_n - self.summed_late):
+                    total = cute.arch.add_packed_f32x2(total, p)
+                else:
+                    s[at], s[at + 1] = p
                 packed[pair] = pack_pair(p[0], p[1], self.dtype)
             values = cute.recast_ptr(packed.iterator, dtype=Float32)
             TmemRows(size // 2, thread, store=True).store(address + start // 2, values)
@@ -586,7 +605,16 @@ class ForwardSm100(TileWalk):
             if const_expr(end == self.split or end == config.tile_n):
                 cute.arch.fence_view_async_tmem_store()
                 self._arrive_mma(bars["p_full" if const_expr(end == self.split) else "p_last"] + slot)
-            shift = held_back(shift, packed, size // 2, total)
+            if const_expr(end < config.tile_n):
+                # The assembler would otherwise do the exponentials of a whole row first, keep rounded and
+                # unrounded values together in registers, and hand over the first part of P late.
+                link = zero_read_here(zero)
+                if const_expr(start < config.tile_n - self.summed_late):
+                    link = cute.arch.fmin(total[0], link)  # the sum is not negative, or not a number
+                held = minus + link
+                before, shift = shift, (held, held)
+        if const_expr(self.summed_late > 0):
+            total = self._add_late(s, total, zero_read_here(zero))
         return total[0] + total[1]
 
     @cute.jit
@@ -618,7 +646,8 @@ class ForwardSm100(TileWalk):
                     if softmax.any_lane(factor < Float32(1.0)):
                         self.rescale(tmem + self._o_column(q), factor, thread)
                     slot, _ = self.slot(q, turn)
-                    self._arrive_mma(bars["p_full"] + slot)
+                    # The softmax may overwrite the factor once S of the next tile is there.
+                    self._arrive_mma(bars["p_full"] + slot, orders_smem=True)
                 turn += 1
                 scales += 1
                 products += 1
@@ -697,6 +726,19 @@ class ForwardSm100(TileWalk):
             phase = phase ^ 1
             wave, index, working = self.next_tile(wave, index, walk)
 
+    def _add_late(self, s: cute.Tensor, total: Pair, zero: Float32) -> Pair:
+        """``total`` plus the exponentials left in ``s``; nothing is added before ``zero`` is known."""
+        end = self.config.tile_n if self.passes == 1 else self.fragments[-1][1]
+        chains: list[Pair] = [(total[0] + zero, total[1]), *[(zero, zero)] * (SUM_CHAINS - 1)]
+        for number, at in enumerate(range(end - self.summed_late, end, 2)):
+            chain = number % SUM_CHAINS
+            chains[chain] = cute.arch.add_packed_f32x2(chains[chain], (s[at], s[at + 1]))
+        while len(chains) > 1:
+            chains = [
+                cute.arch.add_packed_f32x2(a, b) for a, b in zip(chains[::2], chains[1::2], strict=True)
+            ]
+        return chains[0]
+
     # ------------------------------------------------------------------ shared by the roles
 
     def slot(self, q: Any, turn: Int32) -> tuple[Any, Int32]:
@@ -722,13 +764,17 @@ class ForwardSm100(TileWalk):
             cute.arch.sync_threads()
 
     @cute.jit
-    def _arrive_mma(self, barrier: cute.Pointer) -> None:
-        """This warp's arrival for the MMA warp, after its TMEM accesses; of a pair, at its first CTA."""
+    def _arrive_mma(self, barrier: cute.Pointer, orders_smem: cutlass.Constexpr[bool] = False) -> None:
+        """This warp's arrival for the MMA warp, after its TMEM accesses; of a pair, at its first CTA.
+
+        The fence orders TMEM accesses before a relaxed arrival. ``orders_smem`` orders accesses to SMEM too,
+        which across CTAs takes a memory barrier at the scope of the GPU.
+        """
         fence_before_arrive()
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             if const_expr(self.pair):
-                cute.arch.mbarrier_arrive(barrier, 0, scope=_CLUSTER)
+                cute.arch.mbarrier_arrive(barrier, 0, relaxed=not orders_smem, scope=_CLUSTER)
             else:
                 cute.arch.mbarrier_arrive(barrier)
 

@@ -49,6 +49,15 @@ HELD_COLUMNS = 128
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128))
 """(head_dim, head_dim_v) that the kernel serves."""
 
+EARLY_COLUMNS = 8
+"""Columns of a fragment whose exponentials may begin before the fragment before it is stored.
+
+They keep the exponential unit busy while rounding, storing and handing over P take their latencies.
+"""
+
+SUM_CHAINS = 4
+"""Independent chains of packed additions to a row's sum where they come one after the other."""
+
 MMA_K = 16
 WARPS = 4
 """Warps of a warpgroup; each reaches its own 32 lanes of TMEM."""
@@ -71,6 +80,7 @@ class Shape(NamedTuple):
     emulated_first: int
     emulated_last: int
     degree: int
+    summed_late: int
     kv_stages: int
     persistent: bool
     overlay: bool
@@ -95,6 +105,16 @@ def fragments(tile_n: int, split: int) -> tuple[tuple[int, int], ...]:
     """(first column, columns) of the passes over a row: 32 columns each, cut at ``split`` too."""
     cuts = sorted({*range(0, tile_n, FRAGMENT), split, tile_n})
     return tuple((a, b - a) for a, b in pairwise(cuts))
+
+
+def columns_summed_late(tile_n: int, split: int, row_sum: str) -> int:
+    """Columns of a row whose exponentials are added up after all of P has been handed over.
+
+    Those that registers still hold then: all of a row of up to 128 keys, the last fragment of a longer one.
+    """
+    if row_sum == "with_exponentials":
+        return 0
+    return tile_n if tile_n <= HELD_COLUMNS else fragments(tile_n, split)[-1][1]
 
 
 def build_plan(problem: AttentionProblem, config: SM100ForwardConfig, gpu: Gpu) -> KernelPlan:
@@ -133,7 +153,8 @@ def build_plan(problem: AttentionProblem, config: SM100ForwardConfig, gpu: Gpu) 
     shape = Shape(
         d, dv, config.tile_n, config.q_tiles, config.cta_group, split,
         sum(emulated[:split]), sum(emulated[split:]), config.exp2_degree if any(emulated) else 0,
-        config.kv_stages, config.scheduler == "persistent", smem.overlay,
+        columns_summed_late(config.tile_n, split, config.row_sum), config.kv_stages,
+        config.scheduler == "persistent", smem.overlay,
     )  # fmt: skip
     prologue, loop, epilogue = _operations(shape)
     return KernelPlan(
@@ -165,6 +186,7 @@ def build_plan(problem: AttentionProblem, config: SM100ForwardConfig, gpu: Gpu) 
             "tile_m": TILE_M,
             "split": split,
             "passes": 1 if config.tile_n <= HELD_COLUMNS else 2,
+            "summed_late": shape.summed_late,
             "s_slots": 2,
             "o_overlays_q": int(smem.overlay),
             "launch_registers": config.launch_registers,
@@ -373,12 +395,15 @@ def _operations(shape: Shape) -> tuple[tuple[Operation, ...], Loop, tuple[Operat
     tiles = range(shape.q_tiles)
     # Each group is built and cached from what it depends on: a search makes hundreds of thousands of plans.
     matrix = shape._replace(
-        emulated_first=0, emulated_last=0, degree=0, kv_stages=0, persistent=False, overlay=False
-    )
+        emulated_first=0, emulated_last=0, degree=0, summed_late=0, kv_stages=0, persistent=False,
+        overlay=False,
+    )  # fmt: skip
     softmax = shape._replace(
         head_dim=0, head_dim_v=0, q_tiles=0, cta_group=1, kv_stages=0, persistent=False, overlay=False
     )
-    ends = shape._replace(tile_n=0, split=0, emulated_first=0, emulated_last=0, degree=0, kv_stages=0)
+    ends = shape._replace(
+        tile_n=0, split=0, emulated_first=0, emulated_last=0, degree=0, summed_late=0, kv_stages=0
+    )
     body = [*_load_operations(matrix)]
     for q in tiles:
         body += _mma_operations(matrix, q)
@@ -393,7 +418,13 @@ def _operations(shape: Shape) -> tuple[tuple[Operation, ...], Loop, tuple[Operat
     # the load warp outlives the MMAs that release the last slots: their arrivals need this CTA's memory
     releases = ("kv_empty",) * shape.kv_stages + (("q_empty",) * shape.q_tiles if shape.persistent else ())
     epilogue.append(Operation("drain", "load", Unit.ISSUE, Work(issue=4), waits=releases, when="once"))
-    edges = matrix._replace(head_dim=0, head_dim_v=0, cta_group=1, kv_stages=shape.kv_stages)
+    edges = matrix._replace(
+        head_dim=0,
+        head_dim_v=0,
+        cta_group=1,
+        summed_late=min(shape.summed_late, 1),
+        kv_stages=shape.kv_stages,
+    )
     return prologue, Loop(tuple(body), _dependencies(edges), _orders(edges)), tuple(epilogue)
 
 
@@ -465,21 +496,28 @@ def _mma_operations(shape: Shape, q: int) -> list[Operation]:
 
 @lru_cache(maxsize=4096)
 def _softmax_operations(shape: Shape, q: int) -> list[Operation]:
-    """One tile's softmax. Instruction counts are of four warps, packed pairs where the hardware has them."""
+    """One tile's softmax. Instruction counts are of four warps, packed pairs where the hardware has them.
+
+    ``load_s`` is the wait for the first fragment; the others arrive while maxima are taken.
+    """
     n, rows, role = shape.tile_n, TILE_M, f"softmax{q}"
     passes = 1 if n <= HELD_COLUMNS else 2
     loads = -(-n // FRAGMENT)
+    awaited = fragments(n, shape.split)[0][1]
     operations = [
         Operation(
-            f"load_s{q}", role, Unit.TMEM, Work(tmem_load_bytes=rows * n * 4, issue=WARPS * (loads + 4)),
-            waits=("s_full",) * WARPS,
+            f"load_s{q}", role, Unit.TMEM,
+            Work(tmem_load_bytes=rows * awaited * 4, issue=WARPS * (loads + 4)), waits=("s_full",) * WARPS,
         ),
         Operation(
             f"mask{q}", role, Unit.ALU, Work(alu=rows * n, issue=WARPS * n), when="masked",
         ),
         # a three-input maximum takes two scores an instruction
         Operation(
-            f"row_max{q}", role, Unit.ALU, Work(alu=rows * n // 2, issue=WARPS * (n // 2 + 8)),
+            f"row_max{q}", role, Unit.ALU,
+            Work(
+                tmem_load_bytes=rows * (n - awaited) * 4, alu=rows * n // 2, issue=WARPS * (n // 2 + 8)
+            ),
         ),
         Operation(
             f"scale{q}", role, Unit.ISSUE,
@@ -497,29 +535,58 @@ def _softmax_operations(shape: Shape, q: int) -> list[Operation]:
         if start == end:
             continue
         columns = end - start
-        work = exponential_work(rows, columns, emulated, shape.degree)
+        late = max(0, end - max(start, n - shape.summed_late))
+        work = exponential_work(rows, columns, emulated, shape.degree, late, last=end == n)
         if passes == 2:
             work = work + Work(tmem_load_bytes=rows * columns * 4, issue=WARPS * (columns // FRAGMENT))
         name = f"exp{q}_{part}" if shape.split < n else f"exp{q}"
         operations.append(Operation(name, role, Unit.EXP, work, signals=signal * WARPS))
+    if shape.summed_late:
+        # packed, in SUM_CHAINS chains that begin with a zero read from SMEM
+        operations.append(
+            Operation(
+                f"row_sum{q}", role, Unit.FMA,
+                Work(
+                    fma=rows * (shape.summed_late + 2 * SUM_CHAINS), smem_generic_bytes=4 * rows,
+                    issue=WARPS * (shape.summed_late // 2 + SUM_CHAINS + 2),
+                ),
+            )
+        )  # fmt: skip
     return operations
 
 
-def exponential_work(rows: int, columns: int, emulated: int, degree: int) -> Work:
+def exponential_work(
+    rows: int, columns: int, emulated: int, degree: int, summed_late: int, last: bool
+) -> Work:
     """Scale, exponentiate, convert and store ``columns`` of each row, ``emulated`` of them by polynomial.
 
     An emulated pair takes ``3 + degree`` packed FMA-pipe instructions, and two clamps, shifts and adds on the
-    ALU; a shift and an add fuse. A packed conversion, an addition to the row sum and a TMEM store finish a
-    pair; five instructions chain one fragment to the next (``held_back``).
+    ALU; a shift and an add fuse. A packed conversion and a TMEM store finish a pair, and an addition to the
+    row sum unless it is among the ``summed_late``. Each fragment but a row's last one is chained to the next
+    by a zero read from SMEM and added, of which a minimum with the row sum is taken if that grew.
     """
     warps = rows // 32
     pairs, polynomial, passes = columns // 2, emulated // 2, -(-columns // FRAGMENT)
+    added, links = columns - summed_late, passes - last
+    minima = links if added else 0
     return Work(
         exp=rows * (columns - emulated),
         exp_emulated=rows * emulated,
-        fma=rows * (2 * columns + emulated * (3 + degree) + passes),
-        alu=rows * (pairs + 2 * emulated + 4 * passes),
-        issue=warps * (3 * pairs + columns - emulated + polynomial * (7 + degree) + 6 * passes + 4),
+        fma=rows * (columns + added + emulated * (3 + degree) + links),
+        alu=rows * (pairs + 2 * emulated + minima),
+        smem_generic_bytes=4 * rows * links,
+        issue=warps
+        * (
+            2 * pairs
+            + added // 2
+            + columns
+            - emulated
+            + polynomial * (7 + degree)
+            + passes
+            + 2 * links
+            + minima
+            + 4
+        ),
         tmem_store_bytes=rows * columns * 2,
     )
 
@@ -633,6 +700,7 @@ def _orders(shape: Shape) -> tuple[Order, ...]:
             f"factor{q}",
             f"scale{q}",
             *_exp_names(shape, q),
+            *((f"row_sum{q}",) if shape.summed_late else ()),
         )
         orders.append(Order(f"softmax{q}", softmax))
     correction = [

@@ -10,7 +10,7 @@ from typing import Any
 
 from fa4tune.errors import ConfigError, InfeasibleError
 from fa4tune.hardware.gpu import load_gpu
-from fa4tune.kernels.config import SM100ForwardConfig
+from fa4tune.kernels.config import ROW_SUMS, SM100ForwardConfig
 from fa4tune.kernels.sm100.forward_plan import HEAD_DIMS, build_plan
 from fa4tune.problem import AttentionProblem
 
@@ -30,6 +30,7 @@ KERNEL_FACTORS: dict[str, tuple[Any, ...]] = {
     "q_tiles": (1, 2),
     "scheduler": ("single", "persistent", "lpt"),
     "p_split": (0.5, 0.75, 1.0),
+    "row_sum": ROW_SUMS,
     "tile_n": (64, 128, 160),
 }
 FACTORS = {**KERNEL_FACTORS, "seqlen_q": LENGTHS, "seqlen_k": LENGTHS}
@@ -48,7 +49,7 @@ class Case:
         return (
             f"{p.head_dim}x{p.head_dim_v}-{p.dtype}-{p.mask}-g{p.gqa_group}-{p.seqlen_q}x{p.seqlen_k}"
             f"-cta{c.cta_group}-q{c.q_tiles}-n{c.tile_n}-t{c.rescale_threshold:g}-deg{c.exp2_degree}"
-            f"-split{c.p_split:g}-{c.scheduler}"
+            f"-split{c.p_split:g}-{c.row_sum}-{c.scheduler}"
         )
 
     @property
@@ -81,6 +82,7 @@ def make_case(values: tuple[Any, ...]) -> Case:
         exp2_start=0,
         rescale_threshold=v["threshold"],
         p_split=v["p_split"],
+        row_sum=v["row_sum"],
         scheduler=v["scheduler"],
     )
     build_plan(problem, config, GPU)
@@ -100,6 +102,16 @@ def _costly(values: tuple[Any, ...]) -> bool:
     """Whether the emulator would take a minute: a million scores of six heads."""
     v = dict(zip(FACTORS, values, strict=True))
     return v["seqlen_q"] * v["seqlen_k"] * v["group"] > 2_000_000
+
+
+def drawn_values(rng: random.Random, count: int) -> list[tuple[Any, ...]]:
+    """``count`` combinations of factor values that have a kernel and are no burden on the emulator."""
+    choices, found = list(FACTORS.values()), []
+    while len(found) < count:
+        values = tuple(rng.choice(options) for options in choices)
+        if not _costly(values) and refusal(values) is None:
+            found.append(values)
+    return found
 
 
 def _pairs(values: tuple[Any, ...]) -> set[tuple[int, Any, int, Any]]:

@@ -13,8 +13,8 @@ from fa4tune.kernels.compile import CompiledKernel, compile_kernel, compile_many
 from fa4tune.kernels.config import SM100ForwardConfig, default_config
 from fa4tune.kernels.kernel_class import KernelClass
 from fa4tune.kernels.machine_code import disassemble
-from fa4tune.kernels.plan import total_work
-from fa4tune.kernels.sm100.forward_plan import HEAD_DIMS, build_plan, fragments
+from fa4tune.kernels.plan import KernelPlan, total_work
+from fa4tune.kernels.sm100.forward_plan import EARLY_COLUMNS, HEAD_DIMS, build_plan, fragments
 from fa4tune.problem import AttentionProblem
 
 B200 = load_gpu("b200")
@@ -102,9 +102,8 @@ _SINGLES = {"FFMA", "FADD", "FMUL"}
 _ALU = {"FMNMX", "FMNMX3", "F2FP", "SEL", "FSEL", "LOP3", "LEA", "ISETP", "FSETP", "SHF", "IADD3", "PRMT"}
 
 
-@pytest.mark.parametrize("knobs", ["exp2_share=0.1875", "exp2_share=0", "exp2_degree=4,tile_n=96"])
-def test_estimated_instructions_are_those_of_the_softmax_loop(knobs: str) -> None:
-    """FMA and ALU elements and issued instructions of one unmasked iteration, within a tenth."""
+def unmasked_iteration(knobs: str) -> tuple[KernelPlan, list[str], list[int]]:
+    """Plan, opcodes of the softmax of an unmasked K/V tile, and where in these P is stored."""
     case = problem(128, 128)
     config = default_config(case, "sm_100a")
     config = config.with_text("cta_group=1,kv_stages=3").with_text(knobs)
@@ -113,12 +112,40 @@ def test_estimated_instructions_are_those_of_the_softmax_loop(knobs: str) -> Non
     kernel = compile_kernel(KernelClass.from_problem(case, config, "sm_100a"))
     (code,) = disassemble(kernel.cubin).values()
 
-    # The second group of TMEM loads begins the unmasked iteration; its last TMEM store is near the end.
+    # The second group of TMEM loads begins the unmasked iteration, a branch after its last TMEM store ends it
     parts = len(fragments(config.tile_n, int(plan.constants["split"])))
     start = [i for i, op in enumerate(code) if op.startswith("LDTM")][parts]
-    stores = [i for i, op in enumerate(code) if op.startswith("STTM") and i > start]
-    end = next(i for i, op in enumerate(code) if op.startswith("BRA") and i > stores[parts - 1])
-    executed = Counter(op.split(".")[0] for op in code[start:end])
+    stores = [i for i, op in enumerate(code) if op.startswith("STTM") and i > start][:parts]
+    end = next(i for i, op in enumerate(code) if op.startswith("BRA") and i > stores[-1])
+    return plan, [op.split(".")[0] for op in code[start:end]], [i - start for i in stores]
+
+
+@pytest.mark.parametrize(("row_sum", "late"), [("after_p", 64), ("with_exponentials", 0)])
+def test_rows_are_added_up_where_the_knob_says(row_sum: str, late: int) -> None:
+    """The assembler moves arithmetic: 64 packed additions must stay behind the arrival for the last of P."""
+    _, code, _ = unmasked_iteration(f"row_sum={row_sum}")
+    arrival = max(i for i, op in enumerate(code) if op == "SYNCS")
+    additions = Counter(code[arrival:])["FADD2"]
+    assert late <= additions <= late + 4
+
+
+@pytest.mark.parametrize("row_sum", ["after_p", "with_exponentials"])
+@pytest.mark.parametrize("knobs", ["p_split=0.75", "p_split=0.5", "exp2_share=0.375", "exp2_share=0"])
+def test_first_part_of_p_does_not_wait_for_the_rest(row_sum: str, knobs: str) -> None:
+    plan, code, stores = unmasked_iteration(f"{knobs},row_sum={row_sum}")
+    first = sum(start < plan.constants["split"] for start, _ in fragments(128, int(plan.constants["split"])))
+    exponentials = Counter(code[: stores[first - 1]])["MUFU"] - 1  # one is the factor's
+    needed = plan.loop.operation("exp0_first").work.exp // 128
+    assert needed <= exponentials <= needed + EARLY_COLUMNS
+
+
+@pytest.mark.parametrize(
+    "knobs", ["exp2_share=0.1875", "exp2_share=0", "exp2_degree=4,tile_n=96", "row_sum=with_exponentials"]
+)
+def test_estimated_instructions_are_those_of_the_softmax_loop(knobs: str) -> None:
+    """FMA and ALU elements and issued instructions of one unmasked iteration, within a tenth."""
+    plan, code, _ = unmasked_iteration(knobs)
+    executed = Counter(code)
     fma = sum(2 * executed[op] for op in _PAIRS) + sum(executed[op] for op in _SINGLES)
     alu = sum(executed[op] for op in _ALU)
 
