@@ -1,13 +1,14 @@
-"""Utilisation of units in 24 kernels of the Hopper forward, read by Nsight Compute: what the model is held to.
+"""Utilisation of units in 24 kernels of the Hopper forward, read by Nsight Compute.
 
-    python studies/campaign.py export DIR --fresh                     a bundle, as for measuring
-    ncu --clock-control none --profile-from-start off --csv --page raw --metrics METRICS \\
+    python studies/campaign.py export DIR --fresh      a bundle, as for measuring
+    python studies/kernel_profile.py metrics           names for --metrics
+    ncu --clock-control none --profile-from-start off --csv --page raw --metrics NAMES \\
         --log-file OUT/ncu.csv python studies/kernel_profile.py launch DIR OUT/order.json
-                                                                      on the GPU host (METRICS: `metrics` prints)
-    python studies/kernel_profile.py import OUT/order.json OUT/ncu.csv
+                                                       on the GPU host
+    python studies/kernel_profile.py import OUT/order.json OUT/ncu.csv --day YYYY-MM-DD
 
-Four kernel classes at 3072 keys, six configs each from the default to random ones, one launch a kernel after a
-warm-up, Gaussian inputs. The records go to `studies/data/ncu_h200.jsonl`.
+Four kernel classes at 3072 keys, six configs each from the default to random ones, one launch a kernel after
+a warm-up, Gaussian inputs. The records go to `studies/data/ncu_h200.jsonl`.
 """
 
 from __future__ import annotations
