@@ -22,7 +22,7 @@ END_TILES = 4
 
 
 PLAYED_TILES = 256
-"""Tiles a CTA up to which a schedule is played whole; of a longer one the end, before which loads are even."""
+"""Tiles a CTA up to which a schedule is played whole; of a longer one the end, loads before it being even."""
 
 
 @dataclass(frozen=True, slots=True)
