@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fa4tune.emulator import checks_words as words
 from fa4tune.emulator.cfg import Block, Program
 from fa4tune.emulator.checks_registers import RegisterPlan
 from fa4tune.emulator.codegen import BlockWriter, Compiler
@@ -13,6 +14,8 @@ from fa4tune.emulator.warp import REGISTER_POISON
 
 class CheckedCompiler(Compiler):
     """Makes block functions that check registers."""
+
+    plan: RegisterPlan
 
     def __init__(self, program: Program) -> None:
         super().__init__(program)
@@ -95,15 +98,13 @@ def early_register(w: Any, instruction: Any, unit: str) -> None:
     agent = w.agent
     agent.at = instruction
     if unit == "wgmma":
-        w.cluster.checks.report("missing-wgmma-wait", "a register of a wgmma used before wgmma.wait_group", w)
+        w.cluster.checks.report(*words.WGMMA_WAIT, w)
         return
-    w.cluster.checks.report(
-        "missing-tcgen05-wait-ld", "a register that tcgen05.ld writes used before tcgen05.wait::ld", w
-    )
+    w.cluster.checks.report(*words.LOAD_WAIT, w)
     w.cluster.checks.assume_loaded(w)
 
 
 def unset_register(w: Any, instruction: Any, name: str) -> None:
     """A register is read that nothing wrote."""
     w.agent.at = instruction
-    w.cluster.checks.report("uninitialised-register", f"register {name} is read before anything wrote it", w)
+    w.cluster.checks.report(*words.unset_register(name), w)

@@ -189,7 +189,6 @@ class RegisterPlan:
                         more = True
                     unset = _define(operation, unset)
 
-
     def _find_definitions(self, before: list[int]) -> None:
         for block in self.program.blocks:
             unset = before[block.index]

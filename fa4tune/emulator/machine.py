@@ -152,8 +152,6 @@ class Cluster:
         self.warps = [w for c in self.ctas for w in c.warps]
         self.barrier.expected = sum(w.threads for w in self.warps)
         self.ready.extend(self.warps)
-        if machine.checks is not None:
-            self.checks = ClusterChecks(machine.checks, self)
 
     def new_cta(self, rank: int, position: tuple[int, int, int]) -> Cta:
         """A CTA of this cluster."""
@@ -234,7 +232,10 @@ class Machine:
 
     def new_cluster(self, first: tuple[int, int, int]) -> Cluster:
         """The cluster whose first CTA has this position, about to run."""
-        return Cluster(self, first)
+        cluster = Cluster(self, first)
+        if self.checks is not None:
+            cluster.checks = ClusterChecks(self.checks, cluster)
+        return cluster
 
     def session(self) -> AbstractContextManager[None]:
         """What surrounds the run of all clusters."""
@@ -421,7 +422,7 @@ def run(
         counters: count instructions, bytes and matrix operations per warp.
         trace: record every arrival and every wait at every barrier.
         check: look for races, missing fences and waits, and reads of what was never written
-            (:data:`fa4tune.emulator.checks.KINDS`). Runs the plain code.
+            (:data:`fa4tune.emulator.checks.KINDS`).
         waivers: names of :data:`fa4tune.emulator.checks.WAIVERS`; what they cover gets the severity
             ``waived``.
         progress: called with (clusters done, clusters in all).
@@ -438,14 +439,10 @@ def run(
         EmulationError: PTX or a launch outside of the model.
     """
     module, compiler = load(ptx, launch.entry, check)
-    if check:
-        if backend == "native":
-            raise EmulationError("the native back-end has no checks; leave backend out, or take plain")
-        machine = Machine(
-            module, compiler, launch, late=late, counters=counters, trace=trace, waivers=waivers
-        )
-    else:
-        machine = _machine(backend, module, compiler, launch, late=late, counters=counters, trace=trace)
+    machine = _machine(
+        backend, module, compiler, launch, late=late, counters=counters, trace=trace,
+        waivers=waivers if check else None,
+    )  # fmt: skip
     result = Result(findings=machine.findings, trace=machine.trace)
     shape = machine.cluster_shape
     gx, gy, gz = (g // c for g, c in zip(launch.grid, shape, strict=True))

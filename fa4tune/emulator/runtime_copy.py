@@ -367,7 +367,7 @@ def _cp_mbarrier(operation: Operation) -> RuntimeFunction:
                     perform(pending)
                 earlier.clear()
                 if checks is not None:
-                    checks.completed(issue, bar, w.agent.own["copy"], group)
+                    checks.completed(issue, bar, checks.own(w.agent, "copy")[0], group)
                 note(w, "arrive", bar, bar.phase, n, warp=-1)
                 bar.arrive(n)
 

@@ -1,6 +1,6 @@
 /* Tensor copies (TMA). Semantics: runtime_copy.py, tensor_map.py. In late mode all goes through the host. */
 
-#include "runtime.h"
+#include "checks.h"
 
 enum { MAX_RANK = 5 };
 
@@ -122,7 +122,8 @@ static int64_t at_lane(const Warp *w, const OperationInfo *o, int32_t k, uint32_
 }
 
 /* count: rank; offset: of the shared address, offset2: of the mbarrier; mode: 1 multicast, 2 a pair of CTAs */
-static int32_t load_one(Warp *w, const OperationInfo *o, uint32_t lane) {
+static int32_t load_one(Warp *w, int32_t op, uint32_t lane) {
+    const OperationInfo *o = info(w, op);
     Cluster *c = w->cluster;
     TensorMap t;
     int64_t at[MAX_RANK], first[MAX_RANK], count[MAX_RANK];
@@ -150,29 +151,34 @@ static int32_t load_one(Warp *w, const OperationInfo *o, uint32_t lane) {
     if (!origin && !empty) return 0;
     w->bytes[TMA_READ] += t.box_bytes;
     c->machine->progress++;
+    Issue issue;
+    if (c->checks) issue = fc_issue(w, op);
     for (uint32_t r = targets; r; r &= r - 1) {
         Cta *cta = c->ctas[low_lane(r)];
         copy_box(&t, at, first, count, empty, origin, cta->smem - SMEM_BASE, offset, 0);
         touch(cta, offset - SMEM_BASE, t.box_bytes);
         MBarrier *bar = bars[low_lane(r)];
+        Cta *signalled = c->ctas[signal[low_lane(r)]];
+        if (c->checks) fc_landed(&issue, c, cta, offset - SMEM_BASE, t.box_bytes, signalled, bar, A_TENSOR_LOAD);
         bar->tx -= (int32_t)t.box_bytes;
-        fa_mbarrier_check(c->ctas[signal[low_lane(r)]], bar);
+        fa_mbarrier_check(signalled, bar);
     }
+    if (c->checks) fc_step(w);
     return 1;
 }
 
 int32_t fa_tma_load(Warp *w, int32_t op, uint32_t mask) {
-    const OperationInfo *o = info(w, op);
     const Machine *m = w->cluster->machine;
     if (!mask) return OK;
     if (m->late || m->observed) return host(w, op, mask);
     for (uint32_t r = mask; r; r &= r - 1) {
-        if (!load_one(w, o, low_lane(r))) return host(w, op, r);
+        if (!load_one(w, op, low_lane(r))) return host(w, op, r);
     }
     return OK;
 }
 
-static int32_t store_one(Warp *w, const OperationInfo *o, uint32_t lane) {
+static int32_t store_one(Warp *w, int32_t op, uint32_t lane) {
+    const OperationInfo *o = info(w, op);
     Cluster *c = w->cluster;
     TensorMap t;
     int64_t at[MAX_RANK], first[MAX_RANK], count[MAX_RANK];
@@ -184,6 +190,11 @@ static int32_t store_one(Warp *w, const OperationInfo *o, uint32_t lane) {
     int empty;
     uint8_t *origin = inside(c->machine, &t, at, first, count, 1, &empty);
     if (!origin && !empty) return 0;
+    if (c->checks) {
+        int whole = 1;
+        for (int i = 0; i < t.rank; i++) whole &= at[i] >= 0 && at[i] <= t.sizes[i] - t.box[i];
+        fc_bulk_read(w, op, (int32_t)lane, offset - SMEM_BASE, t.box_bytes, A_TENSOR_STORE, whole);
+    }
     w->bytes[TMA_WRITE] += t.box_bytes;
     c->machine->progress++;
     if (!empty) copy_box(&t, at, first, count, empty, origin, w->cta->smem - SMEM_BASE, offset, 1);
@@ -207,7 +218,7 @@ int32_t fa_tma_store(Warp *w, int32_t op, uint32_t mask) {
     if (!mask) return OK;
     if (w->cluster->machine->late) return host(w, op, mask);
     for (uint32_t r = distinct(w, o, mask); r; r &= r - 1) {
-        if (!store_one(w, o, low_lane(r))) return host(w, op, r);
+        if (!store_one(w, op, low_lane(r))) return host(w, op, r);
     }
     return OK;
 }
