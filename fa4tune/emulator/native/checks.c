@@ -1,4 +1,4 @@
-/* Vector clocks and shadow memory of the sanitizer. Semantics: checks_cluster.py, checks_shadow.py. */
+/* Vector clocks of the sanitizer, and its findings. Semantics: checks_cluster.py. */
 
 #include <stdlib.h>
 
@@ -6,7 +6,7 @@
 
 /* -- memory that lives as long as the checks */
 
-static void *keep(Checks *k, size_t bytes) {
+void *fc_keep(Checks *k, size_t bytes) {
     if (k->block_count == k->block_capacity) {
         k->block_capacity = k->block_capacity ? 2 * k->block_capacity : 256;
         k->blocks = realloc(k->blocks, sizeof(void *) * (size_t)k->block_capacity);
@@ -14,22 +14,22 @@ static void *keep(Checks *k, size_t bytes) {
     return k->blocks[k->block_count++] = calloc(1, bytes);
 }
 
-static void *grown(void *old, int32_t count, int32_t *capacity, size_t bytes) {
+void *fc_grown(void *old, int32_t count, int32_t *capacity, size_t bytes) {
     if (count < *capacity) return old;
     *capacity = *capacity ? 2 * *capacity : 8;
     return realloc(old, bytes * (size_t)*capacity);
 }
 
-static int32_t *new_clock(Checks *k, int rows) { return keep(k, sizeof(int32_t) * (size_t)(rows * k->size)); }
+static int32_t *new_clock(Checks *k, int rows) { return fc_keep(k, sizeof(int32_t) * (size_t)(rows * k->size)); }
 
 static void new_shadow(Checks *k, Shadow *s, int32_t granules, int tensor) {
     s->granules = granules;
     s->tensor = tensor;
     s->page_shift = tensor ? 4 : 6;
-    s->valid = keep(k, sizeof(int32_t) * (size_t)granules);
-    s->writes.row_of = keep(k, sizeof(int16_t) * (size_t)k->size);
-    s->reads.row_of = keep(k, sizeof(int16_t) * (size_t)k->size);
-    if (!tensor) s->fine_of = keep(k, sizeof(int16_t) * (size_t)granules);
+    s->valid = fc_keep(k, sizeof(int32_t) * (size_t)granules);
+    s->writes.row_of = fc_keep(k, sizeof(int16_t) * (size_t)k->size);
+    s->reads.row_of = fc_keep(k, sizeof(int16_t) * (size_t)k->size);
+    if (!tensor) s->fine_of = fc_keep(k, sizeof(int16_t) * (size_t)granules);
 }
 
 enum { SEEN = 1 << 12 };
@@ -48,14 +48,14 @@ Checks *fc_new(Cluster *c, ReportFunction call, const RegisterTable *registers) 
     k->accesses_capacity = 1024;
     k->accesses_count = 1;
     memset(k->accesses, 0, sizeof(Access));
-    k->agents = keep(k, sizeof(Agent) * (size_t)c->warp_count);
-    k->shared = keep(k, sizeof(Shadow) * (size_t)c->size);
-    k->tensor = keep(k, sizeof(Shadow) * (size_t)c->size);
-    k->barriers = keep(k, sizeof(BarrierClocks) * (size_t)(c->size * MAX_BARS));
-    k->named = keep(k, sizeof(BarrierClocks) * (size_t)(c->size * 16));
-    k->outstanding = keep(k, sizeof(Access) * (size_t)(k->size * c->size));
-    k->order = keep(k, sizeof(int32_t) * (size_t)(k->size * c->size));
-    k->seen = keep(k, sizeof(uint64_t) * SEEN);
+    k->agents = fc_keep(k, sizeof(Agent) * (size_t)c->warp_count);
+    k->shared = fc_keep(k, sizeof(Shadow) * (size_t)c->size);
+    k->tensor = fc_keep(k, sizeof(Shadow) * (size_t)c->size);
+    k->barriers = fc_keep(k, sizeof(BarrierClocks) * (size_t)(c->size * MAX_BARS));
+    k->named = fc_keep(k, sizeof(BarrierClocks) * (size_t)(c->size * 16));
+    k->outstanding = fc_keep(k, sizeof(Access) * (size_t)(k->size * c->size));
+    k->order = fc_keep(k, sizeof(int32_t) * (size_t)(k->size * c->size));
+    k->seen = fc_keep(k, sizeof(uint64_t) * SEEN);
     for (int32_t r = 0; r < c->size; r++) {
         new_shadow(k, &k->shared[r], (c->ctas[r]->smem_bytes + 15) / 16, 0);
         new_shadow(k, &k->tensor[r], TMEM_GRANULES, 1);
@@ -67,10 +67,10 @@ Checks *fc_new(Cluster *c, ReportFunction call, const RegisterTable *registers) 
         a->clock = new_clock(k, CLOCKS);
         a->component = k->components++;
         a->at = -1;
-        a->loading = keep(k, sizeof(uint64_t) * words);
-        a->touched = keep(k, sizeof(uint64_t) * words);
-        a->flying_mask = keep(k, sizeof(uint64_t) * words);
-        a->written = keep(k, (size_t)registers->tracked + 1);
+        a->loading = fc_keep(k, sizeof(uint64_t) * words);
+        a->touched = fc_keep(k, sizeof(uint64_t) * words);
+        a->flying_mask = fc_keep(k, sizeof(uint64_t) * words);
+        a->written = fc_keep(k, (size_t)registers->tracked + 1);
         if (registers->start >= 0)
             memcpy(a->touched, registers->masks + registers->start * registers->words, sizeof(uint64_t) * words);
         c->warps[i]->written = a->written;
@@ -106,16 +106,14 @@ void fc_free(Checks *k) {
 
 /* -- findings */
 
-static Report *blank(Checks *k, int32_t kind, int32_t warp, int32_t operation) {
+Report *fc_blank(Checks *k, int32_t kind, int32_t warp, int32_t operation) {
     k->report = (Report){.kind = kind, .warp = warp, .operation = operation};
     return &k->report;
 }
 
-static void tell(Checks *k);
-
 void fc_report_register(Checks *k, int32_t kind, int32_t warp, int32_t operation, int32_t index) {
-    blank(k, kind, warp, operation)->index = index;
-    tell(k);
+    fc_blank(k, kind, warp, operation)->index = index;
+    fc_tell(k);
 }
 
 /* Whether a report is new; Python keeps one of each, this only spares its time. */
@@ -139,13 +137,13 @@ static int is_new(Checks *k, const Report *r) {
     return 1;
 }
 
-static void tell(Checks *k) {
+void fc_tell(Checks *k) {
     if (is_new(k, &k->report)) k->call();
 }
 
 static void tell_barrier(Checks *k, int32_t kind, int32_t warp, int32_t operation, const Cta *owner,
                          const MBarrier *bar) {
-    Report *r = blank(k, kind, warp, operation);
+    Report *r = fc_blank(k, kind, warp, operation);
     r->cta = owner->rank;
     r->barrier = bar->offset;
     k->call(); /* its state is part of the message */
@@ -153,23 +151,16 @@ static void tell_barrier(Checks *k, int32_t kind, int32_t warp, int32_t operatio
 
 /* -- components and clocks */
 
-static inline int32_t *row(const Checks *k, int32_t *clock, int which) { return clock + which * k->size; }
-static inline const int32_t *const_row(const Checks *k, const int32_t *clock, int which) {
-    return clock + which * k->size;
-}
-
 static inline int32_t used(const Checks *k) { return (k->components + 15) & ~15; }
 
 static int32_t new_component(Checks *k) {
     if (k->components == k->limit) {
-        blank(k, R_TOO_MANY, 0, -1)->index = k->limit;
+        fc_blank(k, R_TOO_MANY, 0, -1)->index = k->limit;
         k->call();
         return k->limit - 1;
     }
     return k->components++;
 }
-
-static inline int32_t epoch_of(const Agent *a) { return a->clock[a->component]; }
 
 static void step(Checks *k, Agent *a) {
     a->clock[KNOWN * k->size + a->component]++;
@@ -199,364 +190,10 @@ int32_t fc_close(Checks *k, Agent *a, int32_t family) {
 void fc_awaited(Checks *k, Agent *a, int32_t family, int32_t left) {
     int32_t component = a->own[family], epoch = a->groups[family] - left;
     if (!component) return;
-    int32_t *known = row(k, a->clock, KNOWN), *lenient = row(k, a->clock, LENIENT);
+    int32_t *known = fc_row(k, a->clock, KNOWN), *lenient = fc_row(k, a->clock, LENIENT);
     if (known[component] < epoch) known[component] = epoch;
     if (lenient[component] < epoch) lenient[component] = epoch;
 }
-
-/* -- accesses */
-
-static int32_t add_access(Checks *k, Access a) {
-    if (k->accesses_count == k->accesses_capacity) {
-        k->accesses_capacity *= 2;
-        k->accesses = realloc(k->accesses, sizeof(Access) * (size_t)k->accesses_capacity);
-    }
-    k->accesses[k->accesses_count] = a;
-    return k->accesses_count++;
-}
-
-int32_t fc_record(Checks *k, int32_t component, int32_t epoch, int32_t family, int32_t warp, int32_t issued,
-                  int32_t operation, int32_t what) {
-    return add_access(k, (Access){component, epoch, issued, operation, warp, family, what});
-}
-
-static void conflict(Checks *k, const Shadow *s, int32_t by, int32_t number, const int32_t *clock) {
-    const Access *a = &k->accesses[by], *other = &k->accesses[number];
-    const int32_t *lenient = const_row(k, clock, LENIENT);
-    Report *r = blank(k, R_CONFLICT, a->warp, a->operation);
-    r->by = *a;
-    r->against = *other;
-    r->what = a->what;
-    r->tensor = s->tensor;
-    r->flags = lenient[other->component] >= other->epoch;
-    if (lenient[k->agents[other->warp].component] >= other->issued) r->flags |= 2;
-    tell(k);
-}
-
-/* -- granules */
-
-static void set_pages(uint64_t *pages, int64_t first, int64_t last) {
-    for (int64_t p = first; p <= last; p++) pages[p >> 6] |= 1ull << (p & 63);
-}
-
-static void find_pages(const Shadow *s, Granules *g) {
-    memset(g->pages, 0, sizeof(g->pages));
-    if (g->list) {
-        for (int32_t i = 0; i < g->count; i++) {
-            int64_t p = (g->start + g->list[i]) >> s->page_shift;
-            g->pages[p >> 6] |= 1ull << (p & 63);
-        }
-        return;
-    }
-    for (int32_t r = 0; r < g->runs; r++) {
-        int64_t first = g->start + (int64_t)r * g->stride;
-        set_pages(g->pages, first >> s->page_shift, (first + g->length - 1) >> s->page_shift);
-    }
-}
-
-static int meet(const uint64_t *a, const uint64_t *b) {
-    return ((a[0] & b[0]) | (a[1] & b[1]) | (a[2] & b[2]) | (a[3] & b[3])) != 0;
-}
-
-static int32_t newest(const int32_t *last, const Granules *g) {
-    int32_t best = 0;
-    last += g->start;
-    if (g->list) {
-        const int32_t *list = g->list;
-        for (int32_t i = 0; i < g->count; i++) best = last[list[i]] > best ? last[list[i]] : best;
-        return best;
-    }
-    for (int32_t r = 0; r < g->runs; r++, last += g->stride)
-        for (int32_t i = 0; i < g->length; i++) best = last[i] > best ? last[i] : best;
-    return best;
-}
-
-static void put(int32_t *restrict last, const Granules *g, int32_t value) {
-    last += g->start;
-    if (g->list) {
-        for (int32_t i = 0; i < g->count; i++) last[g->list[i]] = value;
-        return;
-    }
-    for (int32_t r = 0; r < g->runs; r++, last += g->stride)
-        for (int32_t i = 0; i < g->length; i++) last[i] = value;
-}
-
-static int all_valid(const Shadow *s, const Granules *g) {
-    const int32_t *valid = s->valid + g->start;
-    int32_t all = WHOLE;
-    if (g->list) {
-        for (int32_t i = 0; i < g->count; i++) all &= valid[g->list[i]];
-        return all == WHOLE;
-    }
-    for (int32_t r = 0; r < g->runs; r++, valid += g->stride)
-        for (int32_t i = 0; i < g->length; i++) all &= valid[i];
-    return all == WHOLE;
-}
-
-static Row *row_for(Checks *k, Shadow *s, int write, int32_t component, int generic) {
-    Table *t = write ? &s->writes : &s->reads;
-    int32_t found = t->row_of[component];
-    if (!found) {
-        t->rows = grown(t->rows, t->count, &t->capacity, sizeof(Row));
-        t->rows[t->count] = (Row){.component = component, .generic = generic};
-        t->rows[t->count].last = keep(k, sizeof(int32_t) * (size_t)s->granules);
-        t->row_of[component] = (int16_t)(found = ++t->count);
-    }
-    return &t->rows[found - 1];
-}
-
-/* -- accesses to parts of granules */
-
-static void compare_fine(Checks *k, Shadow *s, int64_t granule, int32_t mask, int write, int32_t number,
-                         const int32_t *clock, const int32_t *known, const int32_t *generic, int32_t own) {
-    if (!s->fine_of || !s->fine_of[granule]) return;
-    const Fine *f = &s->fine[s->fine_of[granule] - 1];
-    for (int32_t i = 0; i < f->count; i++) {
-        const Part *p = &f->parts[i];
-        if (p->component == own || !(write || p->write) || !(p->mask & mask)) continue;
-        int32_t limit = (p->write ? generic : known)[p->component];
-        if (k->accesses[p->number].epoch > limit) conflict(k, s, number, p->number, clock);
-    }
-}
-
-static Fine *fine_at(Shadow *s, int64_t granule) {
-    if (!s->fine_of[granule]) {
-        s->fine = grown(s->fine, s->fine_count, &s->fine_capacity, sizeof(Fine));
-        s->fine[s->fine_count] = (Fine){0};
-        s->fine_of[granule] = (int16_t)++s->fine_count;
-        int64_t p = granule >> s->page_shift;
-        s->fine_pages[p >> 6] |= 1ull << (p & 63);
-    }
-    return &s->fine[s->fine_of[granule] - 1];
-}
-
-static void drop_parts(Fine *f, int32_t component, int write, int32_t mask) {
-    int32_t kept = 0;
-    for (int32_t i = 0; i < f->count; i++) {
-        Part p = f->parts[i];
-        if (p.component != component || p.write != write || p.mask & ~mask) f->parts[kept++] = p;
-    }
-    f->count = kept;
-}
-
-static void add_part(Fine *f, Part p) {
-    f->parts = grown(f->parts, f->count, &f->capacity, sizeof(Part));
-    f->parts[f->count++] = p;
-}
-
-static void access_part(Checks *k, Shadow *s, int64_t granule, int32_t mask, int write, int32_t number,
-                        const int32_t *clock, int32_t own) {
-    const int32_t *known = const_row(k, clock, KNOWN);
-    Table *tables[2] = {&s->writes, &s->reads};
-    for (int t = 0; t < (write ? 2 : 1); t++)
-        for (int32_t i = 0; i < tables[t]->count; i++) {
-            const Row *r = &tables[t]->rows[i];
-            int32_t last = r->last[granule];
-            if (r->component != own && k->accesses[last].epoch > known[r->component]) conflict(k, s, number, last, clock);
-        }
-    compare_fine(k, s, granule, mask, write, number, clock, known, known, own);
-    Fine *f = fine_at(s, granule);
-    drop_parts(f, own, write, mask);
-    add_part(f, (Part){own, write, mask, number});
-    if (write) s->valid[granule] |= mask;
-}
-
-/* -- accesses to whole granules */
-
-static void access_whole(Checks *k, Shadow *s, const Granules *g, int write, int32_t number, const int32_t *clock,
-                         const int32_t *known, const int32_t *generic, int32_t own) {
-    Table *tables[2] = {&s->writes, &s->reads};
-    for (int t = 0; t < (write ? 2 : 1); t++) {
-        for (int32_t i = 0; i < tables[t]->count; i++) {
-            const Row *r = &tables[t]->rows[i];
-            if (r->component == own || !meet(r->pages, g->pages)) continue;
-            int32_t limit = t == 0 && r->generic ? generic[r->component] : known[r->component];
-            int32_t last = newest(r->last, g);
-            if (k->accesses[last].epoch > limit) conflict(k, s, number, last, clock);
-        }
-    }
-    if (meet(s->fine_pages, g->pages)) {
-        int64_t n = g->list ? g->count : (int64_t)g->runs * g->length;
-        for (int64_t i = 0; i < n; i++) {
-            int64_t granule = g->start + (g->list ? g->list[i] : i / g->length * g->stride + i % g->length);
-            compare_fine(k, s, granule, WHOLE, write, number, clock, known, generic, own);
-        }
-    }
-    const Access *a = &k->accesses[number];
-    Row *r = row_for(k, s, write, a->component, a->family == BY_WARP || a->family == BY_COPY);
-    put(r->last, g, number);
-    for (int i = 0; i < PAGE_WORDS; i++) r->pages[i] |= g->pages[i];
-    if (write) put(s->valid, g, WHOLE);
-}
-
-int32_t fc_access(Checks *k, Shadow *s, const Granules *g, int write, const Issue *i, int32_t component,
-                  int32_t epoch, int32_t family, int32_t what, int ordered, int initialised) {
-    int32_t number = add_access(k, (Access){component, epoch, i->epoch, i->operation, i->warp, family, what});
-    const int32_t *known = const_row(k, i->clock, s->tensor ? TENSOR : KNOWN);
-    const int32_t *generic = const_row(k, i->clock, s->tensor ? LENIENT : PROXIED);
-    if (!write && initialised && !all_valid(s, g)) {
-        Report *r = blank(k, R_UNINITIALISED, i->warp, i->operation);
-        r->what = what;
-        r->tensor = s->tensor;
-        r->flags = 1;
-        tell(k);
-    }
-    access_whole(k, s, g, write, number, i->clock, known, generic, ordered ? component : -1);
-    return number;
-}
-
-void fc_reach(Checks *k, const Access *access, int32_t rank) {
-    int32_t place = access->component * k->cluster->size + rank;
-    if (!k->outstanding[place].component) k->order[k->ordered++] = place;
-    k->outstanding[place] = *access;
-    const Warp *const *warps = (const Warp *const *)k->cluster->warps + rank * k->warps_per_cta;
-    for (int32_t i = 0; i < k->warps_per_cta; i++)
-        if (warps[i]->state != DONE) return;
-    Report *r = blank(k, R_EXITED, access->warp, access->operation);
-    r->what = access->what;
-    r->cta = rank;
-    tell(k);
-}
-
-void fc_reach_number(Checks *k, int32_t number, int32_t rank) {
-    Access a = k->accesses[number];
-    fc_reach(k, &a, rank);
-}
-
-static void touch_other(Checks *k, const Agent *a, int32_t operation, int32_t rank, int32_t what) {
-    Access access = {a->component, epoch_of(a), epoch_of(a), operation, a->warp, BY_WARP, what};
-    fc_reach(k, &access, rank);
-}
-
-void fc_touch(Warp *w, int32_t operation, int32_t rank, int32_t what) {
-    touch_other(w->cluster->checks, fc_agent(w), operation, rank, what);
-}
-
-/* The operation of a warp's own access at the current instruction and epoch. */
-static int32_t number_of(Checks *k, Agent *a, int32_t operation, int write) {
-    int32_t slot = (2 * operation + write) & (NUMBERS - 1), found = a->cached_number[slot];
-    if (a->cached_operation[slot] == 2 * operation + write && found && k->accesses[found].epoch == epoch_of(a))
-        return found;
-    a->cached_operation[slot] = 2 * operation + write;
-    int32_t epoch = epoch_of(a);
-    return a->cached_number[slot] =
-        add_access(k, (Access){a->component, epoch, epoch, operation, a->warp, BY_WARP, write ? A_WRITE : A_READ});
-}
-
-enum { MAX_COVER = 1024 };
-
-typedef struct {
-    int32_t full[MAX_COVER], granules[MAX_COVER], masks[MAX_COVER];
-    int32_t full_count, count;
-} Cover;
-
-/* What lanes cover together: granules in full, and others in part. */
-static void cover(Cover *v, const int32_t *offsets, int32_t lanes, int32_t bytes) {
-    int32_t low = 0;
-    v->full_count = v->count = 0;
-    for (int32_t i = 0; i < lanes; i++) low |= offsets[i];
-    if (bytes >= 16 && !((low | bytes) & 15)) {
-        for (int32_t i = 0; i < lanes; i++)
-            for (int32_t j = 0; j < bytes; j += 16) v->full[v->full_count++] = (offsets[i] + j) >> 4;
-        return;
-    }
-    for (int32_t i = 0; i < lanes; i++) {
-        for (int32_t at = offsets[i], end = offsets[i] + bytes; at < end;) {
-            int32_t granule = at >> 4, stop = (granule + 1) << 4 < end ? (granule + 1) << 4 : end, n = v->count - 1;
-            int32_t mask = ((1 << (stop - at)) - 1) << (at & 15);
-            while (n >= 0 && v->granules[n] != granule) n--;
-            if (n < 0) {
-                n = v->count++;
-                v->granules[n] = granule;
-                v->masks[n] = 0;
-            }
-            v->masks[n] |= mask;
-            at = stop;
-        }
-    }
-    int32_t kept = 0;
-    for (int32_t n = 0; n < v->count; n++) {
-        if (v->masks[n] == WHOLE) {
-            v->full[v->full_count++] = v->granules[n];
-        } else {
-            v->granules[kept] = v->granules[n];
-            v->masks[kept++] = v->masks[n];
-        }
-    }
-    v->count = kept;
-}
-
-static void access_cover(Checks *k, Shadow *s, const Cover *v, int write, int32_t number, const int32_t *clock,
-                         int32_t own) {
-    const int32_t *known = const_row(k, clock, KNOWN);
-    if (v->full_count) {
-        Granules g = {.list = v->full, .count = v->full_count};
-        find_pages(s, &g);
-        access_whole(k, s, &g, write, number, clock, known, known, own);
-    }
-    for (int32_t i = 0; i < v->count; i++)
-        access_part(k, s, v->granules[i], v->masks[i], write, number, clock, own);
-}
-
-void fc_shared(Warp *w, int32_t operation, Cta *cta, const int32_t *offsets, int32_t lanes, int32_t bytes, int write) {
-    Checks *k = w->cluster->checks;
-    Agent *a = fc_agent(w);
-    Shadow *s = &k->shared[cta->rank];
-    int32_t number = number_of(k, a, operation, write), most = MAX_COVER / (bytes / 16 + 2);
-    for (; lanes > 0; lanes -= most, offsets += most) {
-        Cover v;
-        cover(&v, offsets, lanes < most ? lanes : most, bytes);
-        if (!write) {
-            int missing = 0;
-            for (int32_t i = 0; i < v.full_count; i++) missing |= s->valid[v.full[i]] != WHOLE;
-            for (int32_t i = 0; i < v.count; i++) missing |= v.masks[i] & ~s->valid[v.granules[i]];
-            if (missing) {
-                blank(k, R_UNINITIALISED, w->number, operation);
-                tell(k);
-            }
-        }
-        access_cover(k, s, &v, write, number, a->clock, a->component);
-    }
-    if (cta != w->cta) touch_other(k, a, operation, cta->rank, A_REMOTE);
-}
-
-/* cp.async of some lanes, a write that its group tracks. */
-void fc_copied(Warp *w, int32_t operation, const int32_t *offsets, int32_t lanes, int32_t bytes, int32_t what) {
-    Checks *k = w->cluster->checks;
-    Agent *a = fc_agent(w);
-    int32_t component = fc_own(k, a, BY_COPY);
-    int32_t number = add_access(
-        k, (Access){component, a->groups[BY_COPY] + 1, epoch_of(a), operation, a->warp, BY_COPY, what});
-    Cover v;
-    cover(&v, offsets, lanes, bytes);
-    access_cover(k, &k->shared[w->cta->rank], &v, 1, number, a->clock, component);
-}
-
-/* An atomic on shared memory: ordered with the other atomics there, not compared. */
-void fc_atomic(Warp *w, int32_t operation, Cta *cta, int32_t start, int32_t bytes, int32_t what) {
-    Checks *k = w->cluster->checks;
-    for (int32_t b = start; b < start + bytes; b++) k->shared[cta->rank].valid[b >> 4] |= 1 << (b & 15);
-    if (cta != w->cta) touch_other(k, fc_agent(w), operation, cta->rank, what);
-}
-
-/* An access of Python's: a list of granules. */
-int32_t fc_access_list(Warp *w, int32_t tensor, int32_t rank, const int32_t *list, int32_t count, int32_t write,
-                       int32_t operation, int32_t issued, const int32_t *clock, int32_t component, int32_t epoch,
-                       int32_t family, int32_t what, int32_t ordered, int32_t initialised) {
-    Checks *k = w->cluster->checks;
-    Shadow *s = tensor ? &k->tensor[rank] : &k->shared[rank];
-    Issue i = {w->number, operation, issued, clock};
-    Granules g = {.list = list, .count = count};
-    find_pages(s, &g);
-    return fc_access(k, s, &g, write, &i, component, epoch, family, what, ordered, initialised);
-}
-
-void fc_forget(Checks *k, int32_t tensor, int32_t rank, const int32_t *list, int32_t count) {
-    Shadow *s = tensor ? &k->tensor[rank] : &k->shared[rank];
-    for (int32_t i = 0; i < count; i++) s->valid[list[i]] = 0;
-}
-
-void fc_get_access(Checks *k, int32_t number, Access *out) { *out = k->accesses[number]; }
 
 /* -- fences */
 
@@ -571,7 +208,7 @@ void fc_fence(Warp *w, int32_t mode) {
     }
     if (mode & 2) {
         if (mode & 4) {
-            merge(row(k, a->clock, PROXIED), row(k, a->clock, KNOWN), used(k));
+            merge(fc_row(k, a->clock, PROXIED), fc_row(k, a->clock, KNOWN), used(k));
             step(k, a);
         }
         return;
@@ -586,12 +223,12 @@ void fc_tcgen05_fence(Warp *w, int32_t before) {
     Checks *k = w->cluster->checks;
     Agent *a = fc_agent(w);
     if (!before) {
-        merge(row(k, a->clock, TENSOR), row(k, a->clock, KNOWN), used(k));
+        merge(fc_row(k, a->clock, TENSOR), fc_row(k, a->clock, KNOWN), used(k));
         return;
     }
     for (int32_t f = BY_TMEM_LOAD; f <= BY_TMEM_STORE; f++) {
         int32_t component = a->own[f];
-        if (component) row(k, a->clock, KNOWN)[component] = row(k, a->clock, LENIENT)[component];
+        if (component) fc_row(k, a->clock, KNOWN)[component] = fc_row(k, a->clock, LENIENT)[component];
     }
 }
 
@@ -599,15 +236,15 @@ void fc_tcgen05_wait(Warp *w, int32_t family) {
     Checks *k = w->cluster->checks;
     Agent *a = fc_agent(w);
     int32_t epoch = fc_close(k, a, family), component = a->own[family];
-    row(k, a->clock, LENIENT)[component] = epoch;
-    row(k, a->clock, TENSOR)[component] = epoch;
+    fc_row(k, a->clock, LENIENT)[component] = epoch;
+    fc_row(k, a->clock, TENSOR)[component] = epoch;
     if (family == BY_TMEM_LOAD) memset(a->loading, 0, sizeof(uint64_t) * (size_t)k->registers->words);
 }
 
 void fc_assume_loaded(Warp *w) {
     Agent *a = fc_agent(w);
     fc_tcgen05_wait(w, BY_TMEM_LOAD);
-    row(w->cluster->checks, a->clock, KNOWN)[a->own[BY_TMEM_LOAD]] = a->groups[BY_TMEM_LOAD];
+    fc_row(w->cluster->checks, a->clock, KNOWN)[a->own[BY_TMEM_LOAD]] = a->groups[BY_TMEM_LOAD];
 }
 
 /* -- barriers */
@@ -639,7 +276,7 @@ static BarrierClocks *sync_phase(Checks *k, const Cta *cta, const MBarrier *bar)
 
 static void require_initialised(Checks *k, const BarrierClocks *b, const int32_t *clock, int32_t component,
                                 int32_t warp, int32_t operation, const Cta *owner, const MBarrier *bar) {
-    if (const_row(k, clock, KNOWN)[b->init_component] < b->init_epoch && b->init_component != component)
+    if (fc_const_row(k, clock, KNOWN)[b->init_component] < b->init_epoch && b->init_component != component)
         tell_barrier(k, R_INIT_RACE, warp, operation, owner, bar);
 }
 
@@ -648,10 +285,10 @@ void fc_use(Warp *w, int32_t operation, Cta *cta, MBarrier *bar) {
     Agent *a = fc_agent(w);
     BarrierClocks *b = sync_phase(k, cta, bar);
     require_initialised(k, b, a->clock, a->component, w->number, operation, cta, bar);
-    b->uses[a->component] = epoch_of(a);
+    b->uses[a->component] = fc_epoch_of(a);
     if (cta == w->cta) return;
     if (!b->fenced) tell_barrier(k, R_BARRIER_FENCE, w->number, operation, cta, bar);
-    touch_other(k, a, operation, cta->rank, A_MBARRIER_OF | cta->rank << 16);
+    fc_touch_other(k, a, operation, cta->rank, A_MBARRIER_OF | cta->rank << 16);
 }
 
 void fc_arrive(Warp *w, int32_t operation, Cta *cta, MBarrier *bar, int relaxed) {
@@ -669,7 +306,7 @@ void fc_wait(Warp *w, int32_t operation, Cta *cta, MBarrier *bar) {
 static void require_unused(Warp *w, int32_t operation, Cta *cta, MBarrier *bar) {
     Checks *k = w->cluster->checks;
     const BarrierClocks *b = clocks_of(k, cta, bar);
-    const int32_t *known = row(k, fc_agent(w)->clock, KNOWN);
+    const int32_t *known = fc_row(k, fc_agent(w)->clock, KNOWN);
     for (int32_t i = 0; i < k->components; i++) {
         if (b->uses[i] > known[i]) {
             tell_barrier(k, R_REUSE, w->number, operation, cta, bar);
@@ -685,11 +322,11 @@ static void write_barrier(Warp *w, int32_t operation, Cta *cta, MBarrier *bar, i
     if (live) {
         const Agent *a = fc_agent(w);
         int32_t number =
-            add_access(k, (Access){0, GUARD_EPOCH, epoch_of(a), operation, w->number, BY_BARRIER, A_BARRIER});
-        add_part(fine_at(s, granule), (Part){0, 1, mask, number});
+            fc_add(k, (Access){0, GUARD_EPOCH, fc_epoch_of(a), operation, w->number, BY_BARRIER, A_BARRIER});
+        fc_add_part(fc_parts_at(s, granule), (Part){0, 1, mask, number});
         return;
     }
-    if (s->fine_of[granule]) drop_parts(&s->fine[s->fine_of[granule] - 1], 0, 1, mask);
+    if (s->fine_of[granule]) fc_drop_parts(&s->fine[s->fine_of[granule] - 1], 0, 1, mask);
     fc_shared(w, operation, cta, &offset, 1, 8, 1);
 }
 
@@ -714,11 +351,11 @@ void fc_init(Warp *w, int32_t operation, Cta *cta, MBarrier *bar) {
         memset(b->uses, 0, sizeof(int32_t) * (size_t)k->size);
     }
     b->init_component = a->component;
-    b->init_epoch = epoch_of(a);
+    b->init_epoch = fc_epoch_of(a);
     int32_t capacity = a->initialised_capacity;
-    a->initialised = grown(a->initialised, a->initialised_count, &capacity, sizeof(BarrierClocks *));
+    a->initialised = fc_grown(a->initialised, a->initialised_count, &capacity, sizeof(BarrierClocks *));
     a->initialised_generation =
-        grown(a->initialised_generation, a->initialised_count, &a->initialised_capacity, sizeof(int32_t));
+        fc_grown(a->initialised_generation, a->initialised_count, &a->initialised_capacity, sizeof(int32_t));
     a->initialised[a->initialised_count] = b;
     a->initialised_generation[a->initialised_count++] = b->generation;
     write_barrier(w, operation, cta, bar, 1);
@@ -781,15 +418,9 @@ static BarrierClocks *tracked(Checks *k, const Issue *i, Cta *owner, MBarrier *b
     require_initialised(k, b, i->clock, k->agents[i->warp].component, i->warp, i->operation, owner, bar);
     if (!b->fenced) tell_barrier(k, R_BARRIER_FENCE, i->warp, i->operation, owner, bar);
     merge_shared(k, b->coming, i->clock);
-    for (int r = 0; r < SHARED_CLOCKS; r++) row(k, b->coming, r)[b->component] = epoch;
+    for (int r = 0; r < SHARED_CLOCKS; r++) fc_row(k, b->coming, r)[b->component] = epoch;
     b->uses[b->component] = epoch;
     return b;
-}
-
-static Granules bytes_of(const Shadow *s, int64_t start, int64_t bytes) {
-    Granules g = {.start = start >> 4, .length = (int32_t)(((start + bytes) >> 4) - (start >> 4)), .runs = 1};
-    if (g.length > 0) find_pages(s, &g);
-    return g;
 }
 
 void fc_landed(const Issue *i, Cluster *c, Cta *cta, int64_t start, int64_t bytes, Cta *owner, MBarrier *bar,
@@ -799,14 +430,10 @@ void fc_landed(const Issue *i, Cluster *c, Cta *cta, int64_t start, int64_t byte
     int32_t epoch = b->base + (int32_t)bar->phase + 1, number;
     Shadow *s = &k->shared[cta->rank];
     if ((start | bytes) & 15) {
-        number = add_access(k, (Access){b->component, epoch, i->epoch, i->operation, i->warp, BY_LOAD, what});
-        Cover v;
-        int32_t offset = (int32_t)start;
-        cover(&v, &offset, 1, (int32_t)bytes);
-        for (int32_t n = 0; n < v.count; n++)
-            access_part(k, s, v.granules[n], v.masks[n], 1, number, i->clock, b->component);
+        Access a = {b->component, epoch, i->epoch, i->operation, i->warp, BY_LOAD, what};
+        number = fc_write_part(k, s, a, (int32_t)start, (int32_t)bytes, i->clock);
     } else {
-        Granules g = bytes_of(s, start, bytes);
+        Granules g = fc_bytes(s, start, bytes);
         number = fc_access(k, s, &g, 1, i, b->component, epoch, BY_LOAD, what, 0, 1);
     }
     fc_reach_number(k, number, cta->rank);
@@ -817,7 +444,7 @@ void fc_fetched(const Issue *i, Cluster *c, Cta *cta, int64_t start, int64_t byt
     Checks *k = c->checks;
     BarrierClocks *b = tracked(k, i, owner, bar);
     Shadow *s = &k->shared[cta->rank];
-    Granules g = bytes_of(s, start, bytes);
+    Granules g = fc_bytes(s, start, bytes);
     int32_t epoch = b->base + (int32_t)bar->phase + 1;
     fc_reach_number(k, fc_access(k, s, &g, 0, i, b->component, epoch, BY_LOAD, what, 0, 1), cta->rank);
 }
@@ -826,7 +453,7 @@ void fc_completed(const Issue *i, Cluster *c, Cta *owner, MBarrier *bar, int32_t
     Checks *k = c->checks;
     BarrierClocks *b = tracked(k, i, owner, bar);
     for (int r = 0; r < SHARED_CLOCKS; r++) {
-        int32_t *at = &row(k, b->coming, r)[component];
+        int32_t *at = &fc_row(k, b->coming, r)[component];
         if (*at < epoch) *at = epoch;
     }
 }
@@ -838,7 +465,7 @@ void fc_bulk_read(Warp *w, int32_t operation, int32_t lane, int64_t start, int64
     Shadow *s = &k->shared[w->cta->rank];
     int32_t component = fc_own(k, a, BY_BULK + lane);
     Issue i = fc_issue(w, operation);
-    Granules g = bytes_of(s, start, bytes);
+    Granules g = fc_bytes(s, start, bytes);
     int32_t number = fc_access(k, s, &g, 0, &i, component, a->groups[BY_BULK + lane] + 1, BY_BULK, what, 1, initialised);
     fc_reach_number(k, number, w->cta->rank);
 }
@@ -864,12 +491,12 @@ void fc_finish(Checks *k) {
         Access a = k->outstanding[k->order[n]];
         int32_t rank = k->order[n] % ctas, known = 0, inside = 0;
         for (int32_t i = rank * k->warps_per_cta; i < (rank + 1) * k->warps_per_cta; i++) {
-            int32_t seen = row(k, k->agents[i].clock, LENIENT)[a.component];
+            int32_t seen = fc_row(k, k->agents[i].clock, LENIENT)[a.component];
             known = seen > known ? seen : known;
             inside |= k->agents[i].component == a.component;
         }
         if (inside || known >= a.epoch) continue;
-        Report *r = blank(k, R_UNAWAITED, a.warp, a.operation);
+        Report *r = fc_blank(k, R_UNAWAITED, a.warp, a.operation);
         r->by = a;
         r->what = a.what;
         r->cta = rank;
@@ -881,7 +508,7 @@ void fc_finish(Checks *k) {
 
 int32_t fc_component(const Warp *w) { return fc_agent(w)->component; }
 
-int32_t fc_epoch(const Warp *w) { return epoch_of(fc_agent(w)); }
+int32_t fc_epoch(const Warp *w) { return fc_epoch_of(fc_agent(w)); }
 
 const int32_t *fc_clock(const Warp *w) { return fc_agent(w)->clock; }
 

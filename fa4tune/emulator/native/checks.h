@@ -143,17 +143,24 @@ typedef struct {
 
 static inline Agent *fc_agent(const Warp *w) { return &w->cluster->checks->agents[w->number]; }
 
+/* -- clocks */
+
+static inline int32_t *fc_row(const Checks *k, int32_t *clock, int which) { return clock + which * k->size; }
+static inline const int32_t *fc_const_row(const Checks *k, const int32_t *clock, int which) {
+    return clock + which * k->size;
+}
+static inline int32_t fc_epoch_of(const Agent *a) { return a->clock[a->component]; }
+
 /* checks.c */
+void *fc_keep(Checks *k, size_t bytes);
+void *fc_grown(void *old, int32_t count, int32_t *capacity, size_t bytes);
+Report *fc_blank(Checks *k, int32_t kind, int32_t warp, int32_t operation);
+void fc_tell(Checks *k);
 void fc_report_register(Checks *k, int32_t kind, int32_t warp, int32_t operation, int32_t index);
 void fc_step(Warp *w);
 int32_t fc_own(Checks *k, Agent *a, int32_t family);
 int32_t fc_close(Checks *k, Agent *a, int32_t family);
 void fc_awaited(Checks *k, Agent *a, int32_t family, int32_t left);
-int32_t fc_access(Checks *k, Shadow *s, const Granules *g, int write, const Issue *i, int32_t component,
-                  int32_t epoch, int32_t family, int32_t what, int ordered, int initialised);
-void fc_reach(Checks *k, const Access *access, int32_t rank);
-void fc_reach_number(Checks *k, int32_t number, int32_t rank);
-void fc_shared(Warp *w, int32_t operation, Cta *cta, const int32_t *offsets, int32_t lanes, int32_t bytes, int write);
 void fc_fence(Warp *w, int32_t mode);
 void fc_tcgen05_fence(Warp *w, int32_t before);
 void fc_tcgen05_wait(Warp *w, int32_t family);
@@ -171,6 +178,20 @@ void fc_bulk_read(Warp *w, int32_t operation, int32_t lane, int64_t start, int64
                   int initialised);
 void fc_bulk_commit(Warp *w, uint32_t lanes);
 void fc_bulk_wait(Warp *w, uint32_t lanes, int32_t left);
+
+/* checks_shadow.c */
+int32_t fc_add(Checks *k, Access a);
+Granules fc_bytes(const Shadow *s, int64_t start, int64_t bytes);
+int32_t fc_write_part(Checks *k, Shadow *s, Access a, int32_t start, int32_t bytes, const int32_t *clock);
+Fine *fc_parts_at(Shadow *s, int64_t granule);
+void fc_drop_parts(Fine *f, int32_t component, int write, int32_t mask);
+void fc_add_part(Fine *f, Part p);
+void fc_touch_other(Checks *k, const Agent *a, int32_t operation, int32_t rank, int32_t what);
+int32_t fc_access(Checks *k, Shadow *s, const Granules *g, int write, const Issue *i, int32_t component,
+                  int32_t epoch, int32_t family, int32_t what, int ordered, int initialised);
+void fc_reach(Checks *k, const Access *access, int32_t rank);
+void fc_reach_number(Checks *k, int32_t number, int32_t rank);
+void fc_shared(Warp *w, int32_t operation, Cta *cta, const int32_t *offsets, int32_t lanes, int32_t bytes, int write);
 
 /* checks_tensor.c */
 int fc_wgmma(Warp *w, int32_t operation, uint64_t a_bits, uint64_t b_bits, int accumulate);

@@ -13,7 +13,10 @@ from fa4tune.emulator.native import layout
 from fa4tune.errors import CompileError, EmulationError
 from fa4tune.kernels.toolchain import c_compiler, cache_dir, digest, link_shared
 
-SOURCES = ("kernels.c", "sync.c", "memory.c", "tensor.c", "copies.c", "checks.c", "checks_tensor.c")
+SOURCES = (
+    "kernels.c", "sync.c", "memory.c", "tensor.c", "copies.c", "checks.c", "checks_shadow.c",
+    "checks_tensor.c",
+)  # fmt: skip
 HEADERS = ("runtime.h", "operand.h", "checks.h")
 OPTIONS = (
     "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-lm",
