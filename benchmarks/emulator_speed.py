@@ -1,6 +1,7 @@
 """Speed and memory of the emulator's native back-end beside the plain one, with and without checks.
 
-    python benchmarks/emulator_speed.py [--arch sm_100a] [--seqlen 2048] [--repeats 5] [--output FILE] [--json]
+    python benchmarks/emulator_speed.py [--arch sm_100a] [--seqlen 2048] [--repeats 5] [--json]
+                                        [--output FILE] [--note TEXT]
 
 Each measurement runs in a process of its own, on one core. `cold` is the first run of a process: parsing,
 translation and machine code included, the kernel compiled and the C runtime built before. `warm` is the best
@@ -141,9 +142,10 @@ def measure_pair(arch: str, text: str, repeats: int, show: Callable[[str], None]
             row[f"{state}_ratio"] = row[f"{state}_cpu_seconds"] / native[f"{state}_cpu_seconds"]
     plain, checked, reference = found["plain"], found["native+c"], found["plain+c"]
     show(
-        f"{'':8} checks cost {checked['warm_ratio']:.2f} times a native run warm, {checked['cold_ratio']:.2f} "
-        f"cold (plain checks {reference['warm_ratio']:.0f} and {reference['cold_ratio']:.0f}); "
-        f"native is {plain['warm_ratio']:.0f} times as fast as plain warm, {plain['cold_ratio']:.1f} cold"
+        f"{'':8} checks cost {checked['warm_ratio']:.2f} times a native run warm, "
+        f"{checked['cold_ratio']:.2f} cold (plain checks {reference['warm_ratio']:.0f} "
+        f"and {reference['cold_ratio']:.0f}); native is {plain['warm_ratio']:.0f} times "
+        f"as fast as plain warm, {plain['cold_ratio']:.1f} cold"
     )
     return list(found.values())
 

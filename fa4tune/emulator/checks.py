@@ -78,6 +78,24 @@ REPORTS_PER_KIND = 20
 """Findings of one kind, at different instructions, after which no more are kept."""
 
 
+class WaiverError(EmulationError, ValueError):
+    """A waiver that does not exist, or that nothing could use."""
+
+
+def waived_kinds(waivers: Iterable[str]) -> dict[str, str]:
+    """The waiver that covers each waived kind.
+
+    Raises:
+        WaiverError: there is no waiver of a name.
+    """
+    out: dict[str, str] = {}
+    for name in waivers:
+        if name not in WAIVERS:
+            raise WaiverError(f"there is no waiver {name!r}; choose of {', '.join(WAIVERS)}")
+        out |= dict.fromkeys(WAIVERS[name][0], name)
+    return out
+
+
 class Checks:
     """Findings of a checked run, each pair of instructions once.
 
@@ -86,17 +104,12 @@ class Checks:
         waivers: names from :data:`WAIVERS`.
 
     Raises:
-        EmulationError: there is no waiver of a name.
+        WaiverError: there is no waiver of a name.
     """
 
     def __init__(self, machine: Machine, waivers: Iterable[str]) -> None:
         self.machine = machine
-        self.waived: dict[str, str] = {}
-        for name in waivers:
-            if name not in WAIVERS:
-                raise EmulationError(f"there is no waiver {name!r}; choose of {', '.join(WAIVERS)}")
-            for kind in WAIVERS[name][0]:
-                self.waived[kind] = name
+        self.waived = waived_kinds(waivers)
         self.seen: set[tuple[Any, ...]] = set()
         self.counts: dict[str, int] = {}
 
