@@ -169,6 +169,19 @@ def test_a_race_is_found_although_the_schedule_hides_it() -> None:
     assert "st.shared" in findings[0].details[0]
 
 
+def test_a_deadlocked_allocation_names_who_holds_the_columns() -> None:
+    base, _, _, edits = FAULTS["allocation that overlaps"]
+    finding = next(f for f in base.run(*edits).findings if f.kind == "deadlock")
+    blocked = next(d for d in finding.details if "tcgen05.alloc" in d)
+    held = (
+        base.ptx(*edits)
+        .splitlines()
+        .index("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r0+16400], 64;")
+    )
+    assert "waiting for 512 free columns in a row of the 512 of CTA (0, 0, 0)'s TMEM" in blocked
+    assert f"0..63 are held by warp 0 since PTX line {held + 1}" in blocked
+
+
 def test_neighbouring_bytes_are_no_race() -> None:
     body = EXCHANGE.body.replace(
         "bar.sync 0; // written",
