@@ -48,6 +48,7 @@ KERNELS = {
     "sm_100a": ("b1_hq1_hk1_sq1024_sk1024_d128_dv128_bf16_full_fwd", 2),
 }
 LATE_SEEDS = (1, 2, 3)
+READ_ONLY = ("mQ", "mK", "mV")
 TIME_LIMIT = 240
 """Seconds of one run after which a mutant counts as hung."""
 
@@ -267,9 +268,7 @@ def subject(arch: str) -> Subject:
     names = [a.name for a in kernel.signature]
 
     def host(*args: Any) -> None:
-        launches.extend(
-            capture(kernel, args, ptx=kernel.ptx, names=names, read_only=("mQ", "mK", "mV"), sm_count=sms)
-        )
+        launches.extend(capture(kernel, args, ptx=kernel.ptx, names=names, read_only=READ_ONLY, sm_count=sms))
 
     small = replace(gpu, sm_count=sms)
     forward_caller(host, names, sm_count=small.sm_count, window=problem.window)(

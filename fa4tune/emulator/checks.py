@@ -13,6 +13,7 @@ from fa4tune.emulator.findings import Finding
 from fa4tune.errors import EmulationError
 
 if TYPE_CHECKING:
+    from fa4tune.emulator.checks_global import GlobalChecks
     from fa4tune.emulator.machine import Machine
     from fa4tune.emulator.ptx import Instruction
 
@@ -41,6 +42,7 @@ KINDS: dict[str, str] = {
     "mbarrier-reuse": "an mbarrier initialised or invalidated where nothing orders its earlier uses before",
     "mbarrier-data": "data stored to, or read from, the bytes of a live mbarrier",
     "mbarrier-bytes": "a CTA exits while bytes that an mbarrier expects have not arrived, or the reverse",
+    "global-race": "two accesses to global memory, one of them a write, that nothing orders",
     "exited-cta": "an access to the memory of a CTA that nothing keeps from having exited",
     "unawaited": "asynchronous work that nothing orders before its CTA's exit",
     "unawaited-commit": "a tcgen05.commit that nothing orders before its CTA's exit",
@@ -110,6 +112,7 @@ class Checks:
     def __init__(self, machine: Machine, waivers: Iterable[str]) -> None:
         self.machine = machine
         self.waived = waived_kinds(waivers)
+        self.globals: GlobalChecks | None = None
         self.seen: set[tuple[Any, ...]] = set()
         self.counts: dict[str, int] = {}
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fa4tune.emulator import checks_words as words
+from fa4tune.emulator.checks_global import Who
 from fa4tune.emulator.checks_shadow import Access, Accesses, Index, Shadow, byte_masks
 from fa4tune.emulator.lanes import Array
 from fa4tune.emulator.memory import SMEM_BASE
@@ -128,6 +129,8 @@ class ClusterChecks:
         for cta in cluster.ctas:
             cta.shadow = Shadow(self.accesses, (-(-cta.smem.nbytes // 16),))
             cta.tmem_shadow = Shadow(self.accesses, (COLUMNS, 128 // TMEM_GROUP))
+        assert checks.globals is not None
+        checks.globals.begin([Who(w.label, w.index) for w in cluster.warps])
         for warp in cluster.warps:
             clock = np.zeros((4, self.size), np.int32)
             warp.agent = Agent(warp, self.component(), clock)
@@ -400,6 +403,11 @@ class ClusterChecks:
             cta.shadow.valid[byte >> 4] |= 1 << (byte & 15)
         if cta is not w.cta:
             self.touch(w.agent, cta, "an atomic on another CTA's shared memory")
+
+    def global_access(self, w: Any, starts: Array, nbytes: int, write: bool, atomic: bool, what: str) -> None:
+        """A warp accesses ``nbytes`` of global memory at each of the addresses ``starts``."""
+        assert self.checks.globals is not None
+        self.checks.globals.access(w, starts, nbytes, write, atomic, what, w.agent.clock[KNOWN])
 
     def issued(self, w: Any) -> Issued:
         """The moment of issue of asynchronous work."""

@@ -53,6 +53,12 @@ def conflict(by: str, other: str, family: str, completed: bool, issued: bool, te
     return kind, f"{text}, both in {memory(tensor)}"
 
 
+def global_race(by: str, other: str, foreign: bool) -> Words:
+    """An access to global memory conflicts with one of the same cluster or (``foreign``) another."""
+    where = " in another CTA" if foreign else ""
+    return "global-race", f"nothing orders {by} after {other}{where}, both in global memory"
+
+
 def uninitialised(by: str | None, tensor: bool) -> Words:
     """A read of what nothing wrote, by a warp (None) or something else."""
     kind = "uninitialised-tmem" if tensor else "uninitialised-shared"
@@ -105,6 +111,9 @@ def bytes_pending(bar: Any) -> Words:
 
 
 A_COMMIT = "a commit"
+GLOBAL_READ = "a read of global memory"
+GLOBAL_WRITE = "a write to global memory"
+GLOBAL_ATOMIC = "an atomic on global memory"
 UNSET_ACCUMULATOR: Words = ("uninitialised-register", "an accumulator that nothing wrote is added to")
 WGMMA_FENCE: Words = (
     "missing-wgmma-fence",

@@ -16,6 +16,7 @@ import numpy as np
 
 from fa4tune.emulator import (
     cfg,
+    checks_words,
     isa_memory,
     isa_mma,
     isa_sync,
@@ -31,6 +32,7 @@ from fa4tune.emulator.blas import single_thread
 from fa4tune.emulator.checks import Checks
 from fa4tune.emulator.checks_cluster import ClusterChecks
 from fa4tune.emulator.checks_compiler import CheckedCompiler
+from fa4tune.emulator.checks_global import GlobalChecks
 from fa4tune.emulator.codegen import SHARED_WINDOW, Compiler
 from fa4tune.emulator.counters import Counters, WarpCounters, collect
 from fa4tune.emulator.findings import FaultError, Finding
@@ -212,6 +214,8 @@ class Machine:
         self.counting = counters
         self.trace: list[TraceEvent] | None = [] if trace else None
         self.memory = GlobalMemory(launch.buffers)
+        if self.checks is not None:
+            self.checks.globals = GlobalChecks(self.checks, self.memory.regions)
         self.parameters = self._parameter_block()
         self.cluster_shape = launch.cluster
         self.symbols, self.smem_bytes = self._lay_out_shared()
@@ -316,6 +320,9 @@ class Machine:
                 warp.cluster.checks.atomic(warp, cta, start, size * width)
             return cta.smem.views[size].view(dtype), start // size
         index, offset = self.memory.find(address, size * width, True)
+        if warp.cluster.checks is not None:
+            at = np.array([address], np.uint64)
+            warp.cluster.checks.global_access(warp, at, size * width, True, True, checks_words.GLOBAL_ATOMIC)
         return self.memory.view(index, size).view(dtype), offset // size
 
     def bytes_at(self, address: int, nbytes: int) -> bytes:

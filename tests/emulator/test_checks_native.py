@@ -8,18 +8,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from fa4tune.emulator import checks_words
 from fa4tune.emulator.checks_registers import RegisterPlan
 from fa4tune.emulator.findings import Finding
-from fa4tune.emulator.machine import load, run
+from fa4tune.emulator.machine import load
 from fa4tune.emulator.native.backend import unavailable
 from fa4tune.emulator.native.registers import NativeRegisters
 from tests.emulator.checked_kernels import ALL, COPIES, EXCHANGE, TCGEN05, WGMMA, Kernel
-from tests.emulator.emulator_harness import launch_of
 from tests.emulator.test_checks import FAULTS
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=f"no native back-end: {unavailable()}")
@@ -32,16 +30,8 @@ CASES: dict[str, tuple[Kernel, list[tuple[str, str]]]] = {
 
 def both(kernel: Kernel, edits: list[tuple[str, str]], **options: Any) -> list[tuple[list[Finding], bool]]:
     """Findings, and whether it completed, of the plain and of the native back-end."""
-    out = []
-    for backend in ("plain", "native"):
-        arrays = [np.ones(kernel.words, np.uint32), np.zeros(kernel.words, np.uint32)]
-        launch = launch_of(
-            arrays, threads=kernel.threads, grid=(kernel.ctas, 1, 1), cluster=(kernel.ctas, 1, 1),
-            shared=kernel.shared,
-        )  # fmt: skip
-        result = run(kernel.ptx(*edits), launch, check=True, backend=backend, **options)
-        out.append((result.findings, result.completed))
-    return out
+    results = [kernel.run(*edits, backend=backend, **options) for backend in ("plain", "native")]
+    return [(r.findings, r.completed) for r in results]
 
 
 @pytest.mark.parametrize("late", [None, 0, 1, 2])
@@ -136,6 +126,26 @@ def study() -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def test_output_over_keys_is_a_race_of_tensor_copies(
+    study: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(study.KERNELS, "sm_90a", ("b1_hq1_hk1_sq256_sk256_d64_dv64_bf16_full_fwd", 2))
+    forward = study.forward_caller
+
+    def over_keys(host: Any, names: list[str], **options: Any) -> Any:
+        call = forward(host, names, **options)
+        return lambda q, k, v, out, lse, scale: call(q, k, v, k, lse, scale)
+
+    monkeypatch.setattr(study, "forward_caller", over_keys)
+    monkeypatch.setattr(study, "READ_ONLY", ("mQ", "mV"))
+    s = study.subject("sm_90a")
+    for late in (None, 2):
+        plain, native = (s.run(s.ptx, late, backend=backend) for backend in ("plain", "native"))
+        assert {f.kind for f in plain[0]} == {"global-race"}
+        assert any("a tensor load after a tensor store in another CTA" in f.message for f in plain[0])
+        assert native == plain
 
 
 #: Edits of the mutation study that leave the kernel running, each seen by another check.

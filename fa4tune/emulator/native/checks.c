@@ -34,11 +34,13 @@ static void new_shadow(Checks *k, Shadow *s, int32_t granules, int tensor) {
 
 enum { SEEN = 1 << 12 };
 
-Checks *fc_new(Cluster *c, ReportFunction call, const RegisterTable *registers) {
+Checks *fc_new(Cluster *c, ReportFunction call, const RegisterTable *registers, Globals *globals) {
     Checks *k = calloc(1, sizeof(Checks));
     k->cluster = c;
     k->call = call;
     k->registers = registers;
+    k->globals = globals;
+    fg_begin(globals);
     k->warps_per_cta = c->warp_count / c->size;
     k->size = 1 + 7 * c->warp_count + 256 * c->size;
     int32_t limit = k->size;
@@ -116,11 +118,19 @@ void fc_report_register(Checks *k, int32_t kind, int32_t warp, int32_t operation
     fc_tell(k);
 }
 
+void fc_global_race(Checks *k, int32_t warp, const GlobalAccess *other, const GlobalAccess *by) {
+    Report *r = fc_blank(k, R_GLOBAL_RACE, warp, by->operation);
+    r->what = by->what;
+    r->flags = other->cluster != by->cluster;
+    r->against = (Access){.operation = other->operation, .warp = other->warp, .what = other->what, .issued = other->cluster};
+    fc_tell(k);
+}
+
 /* Whether a report is new; Python keeps one of each, this only spares its time. */
 static int is_new(Checks *k, const Report *r) {
     uint64_t key = (uint64_t)(r->kind + 1) * 0x9E3779B97F4A7C15ull;
-    const int32_t parts[] = {r->operation, r->what, r->kind == R_CONFLICT ? r->against.operation : 0, r->flags,
-                             r->kind == R_CONFLICT ? r->against.family : 0, r->tensor, r->cta, r->index};
+    const int32_t parts[] = {r->operation, r->what, r->against.operation, r->flags,
+                             r->against.family, r->tensor, r->cta, r->index};
     for (size_t i = 0; i < sizeof(parts) / sizeof(parts[0]); i++)
         key = (key ^ (uint64_t)(uint32_t)parts[i]) * 0xBF58476D1CE4E5B9ull ^ key >> 31;
     key |= 1;

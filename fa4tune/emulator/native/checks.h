@@ -16,13 +16,13 @@ enum { BY_WARP, BY_WGMMA, BY_LOAD, BY_MMA, BY_TMEM_LOAD, BY_TMEM_STORE, BY_COPY,
 /* What an access is, in words of checks.py; those of Python come after. */
 enum {
     A_WRITE, A_READ, A_TENSOR_LOAD, A_TENSOR_STORE, A_WGMMA_A, A_WGMMA_B, A_TMEM_LOAD, A_TMEM_STORE, A_MMA_B, A_MMA_A,
-    A_MMA_TMEM, A_MMA_D, A_COMMIT, A_BARRIER, A_MBARRIER_OF, A_REMOTE, OTHER_WORDS
+    A_MMA_TMEM, A_MMA_D, A_COMMIT, A_BARRIER, A_MBARRIER_OF, A_REMOTE, A_GLOBAL_READ, A_GLOBAL_WRITE
 };
 
 /* Kinds of reports. */
 enum {
     R_CONFLICT, R_UNINITIALISED, R_INIT_RACE, R_BARRIER_FENCE, R_REUSE, R_EXITED, R_UNAWAITED, R_UNSET, R_ACCUMULATOR,
-    R_FLYING, R_LOADING, R_WGMMA_FENCE, R_TOO_MANY
+    R_FLYING, R_LOADING, R_WGMMA_FENCE, R_GLOBAL_RACE, R_TOO_MANY
 };
 
 typedef struct {
@@ -33,8 +33,15 @@ typedef struct {
     int32_t kind, warp, operation, what;
     int32_t pad, flags; /* a conflict: 1 completion known, 2 issue known; uninitialised: 1 by an asynchronous unit */
     int32_t tensor, cta, barrier, index; /* tensor memory; rank and offset of an mbarrier or rank of a CTA */
-    Access by, against;
+    Access by, against; /* between clusters: issued is the number of the cluster */
 } Report;
+
+/* An access to global memory; warps of all clusters of a launch. */
+typedef struct {
+    int32_t cluster, warp, component, epoch, operation, what, atomic, write;
+} GlobalAccess;
+
+typedef struct Globals Globals;
 
 typedef void (*ReportFunction)(void);
 
@@ -97,7 +104,7 @@ typedef struct {
     int32_t *clock, *fenced;
     int32_t component, at, has_fenced, warp;
     int32_t own[FAMILIES], groups[FAMILIES];
-    int32_t cached_operation[NUMBERS], cached_number[NUMBERS];
+    int32_t cached_operation[NUMBERS], cached_number[NUMBERS], global_number[NUMBERS];
     BarrierClocks **initialised;
     int32_t *initialised_generation;
     int32_t initialised_count, initialised_capacity;
@@ -111,6 +118,7 @@ struct Checks {
     Report report; /* first: Python reads it */
     ReportFunction call;
     Cluster *cluster;
+    Globals *globals;
     const RegisterTable *registers;
     int32_t size, limit, components, accesses_count, accesses_capacity, ordered, warps_per_cta;
     Access *accesses;
@@ -156,6 +164,7 @@ void *fc_keep(Checks *k, size_t bytes);
 void *fc_grown(void *old, int32_t count, int32_t *capacity, size_t bytes);
 Report *fc_blank(Checks *k, int32_t kind, int32_t warp, int32_t operation);
 void fc_tell(Checks *k);
+void fc_global_race(Checks *k, int32_t warp, const GlobalAccess *other, const GlobalAccess *by);
 void fc_report_register(Checks *k, int32_t kind, int32_t warp, int32_t operation, int32_t index);
 void fc_step(Warp *w);
 int32_t fc_own(Checks *k, Agent *a, int32_t family);
@@ -192,6 +201,11 @@ int32_t fc_access(Checks *k, Shadow *s, const Granules *g, int write, const Issu
 void fc_reach(Checks *k, const Access *access, int32_t rank);
 void fc_reach_number(Checks *k, int32_t number, int32_t rank);
 void fc_shared(Warp *w, int32_t operation, Cta *cta, const int32_t *offsets, int32_t lanes, int32_t bytes, int write);
+
+/* checks_global.c */
+void fg_begin(Globals *g);
+void fg_access(Warp *w, int32_t operation, int32_t number, const uint64_t *addresses, int32_t count, int32_t bytes,
+               int32_t write, int32_t atomic, int32_t what);
 
 /* checks_tensor.c */
 int fc_wgmma(Warp *w, int32_t operation, uint64_t a_bits, uint64_t b_bits, int accumulate);

@@ -14,6 +14,7 @@ import numpy as np
 
 from fa4tune.emulator import checks_words as words
 from fa4tune.emulator.checks_cluster import CLOCKS, ClusterChecks, Issued, fence_effects
+from fa4tune.emulator.checks_global import Who
 from fa4tune.emulator.checks_shadow import Access
 from fa4tune.emulator.lanes import Array
 from fa4tune.emulator.native import layout
@@ -28,17 +29,18 @@ if TYPE_CHECKING:
 _BULK = words.FAMILIES.index("bulk")
 
 #: What the C runtime's accesses are, in the order of its enum; ``{}`` is a CTA.
-_WORDS = (
+WORDS = (
     "a write", "a read", "a tensor load", "a tensor store", "operand A of a wgmma", "operand B of a wgmma",
     "a tcgen05.ld", "a tcgen05.st", "operand B of a tcgen05.mma", "operand A of a tcgen05.mma",
     "operand A (in TMEM) of a tcgen05.mma", "the accumulator of a tcgen05.mma", words.A_COMMIT,
     "a live mbarrier", "the use of an mbarrier of CTA {}", "an access to another CTA's shared memory",
+    words.GLOBAL_READ, words.GLOBAL_WRITE,
 )  # fmt: skip
 
 (
     _CONFLICT, _UNINITIALISED, _INIT_RACE, _BARRIER_FENCE, _REUSE, _EXITED, _UNAWAITED, _UNSET, _ACCUMULATOR,
-    _FLYING, _LOADING, _WGMMA_FENCE, _TOO_MANY,
-) = range(13)  # fmt: skip
+    _FLYING, _LOADING, _WGMMA_FENCE, _GLOBAL_RACE, _TOO_MANY,
+) = range(14)  # fmt: skip
 
 _PLAIN_WORDS = {
     _ACCUMULATOR: words.UNSET_ACCUMULATOR, _FLYING: words.WGMMA_WAIT, _LOADING: words.LOAD_WAIT,
@@ -124,10 +126,15 @@ class NativeClusterChecks(ClusterChecks):
         self.machine = cluster.machine
         self.registers = self.machine.native.registers
         cluster.units.random = cluster.random
-        self.words = list(_WORDS)
+        self.words: list[str] = self.machine.words
         self.callback = layout.REPORT(self._report)
         self.lib = library()
-        self.address = self.lib.fc_new(cluster.address, self.callback, self.registers.address)
+        self.address = self.lib.fc_new(
+            cluster.address, self.callback, self.registers.address, self.machine.globals_address
+        )
+        assert checks.globals is not None
+        self.globals = checks.globals
+        self.globals.begin([Who(w.label, w.index) for w in cluster.warps])
         self.size = int(self.lib.fc_size(self.address))
         self.found = layout.Report.from_address(self.address)
         tensor = np.arange(COLUMNS * LANES // 16, dtype=np.int32).reshape(-1, COLUMNS).T
@@ -163,6 +170,12 @@ class NativeClusterChecks(ClusterChecks):
             )  # fmt: skip
             party = (self.cluster.warps[other.warp], self._instruction(other.operation), against)
             self.checks.report(*found, warp, at, party)
+            return
+        if r.kind == _GLOBAL_RACE:
+            other, against = r.against, self._what(r.against.what)
+            found = words.global_race(self._what(r.what), against, bool(r.flags))
+            who = self.globals.warps[other.issued][other.warp]
+            self.checks.report(*found, warp, at, (who, self._instruction(other.operation), against))
             return
         if r.kind == _TOO_MANY:
             raise EmulationError(
@@ -307,6 +320,16 @@ class NativeClusterChecks(ClusterChecks):
         """An atomic on shared memory: ordered with the other atomics there, not compared."""
         what = self._number_of("an atomic on another CTA's shared memory")
         self.lib.fc_atomic(w.address, w.agent.at, cta.address, start, nbytes, what)
+
+    def global_access(self, w: Any, starts: Array, nbytes: int, write: bool, atomic: bool, what: str) -> None:
+        """A warp accesses ``nbytes`` of global memory at each of the addresses ``starts``."""
+        number = self._number_of(what)
+        for region, some in self.globals.by_buffer(starts, nbytes):
+            addresses = np.ascontiguousarray(some, np.uint64)
+            self.lib.fg_access(
+                w.address, w.agent.at, region, address_of(addresses), len(addresses), nbytes, int(write),
+                int(atomic), number,
+            )  # fmt: skip
 
     def issued(self, w: Any) -> Issued:
         """The moment of issue of asynchronous work."""

@@ -1,5 +1,7 @@
 /* Tensor copies (TMA). Semantics: runtime_copy.py, tensor_map.py. In late mode all goes through the host. */
 
+#include <stdlib.h>
+
 #include "checks.h"
 
 enum { MAX_RANK = 5 };
@@ -121,6 +123,24 @@ static int64_t at_lane(const Warp *w, const OperationInfo *o, int32_t k, uint32_
     return ((const int32_t *)source(w, o, k))[lane];
 }
 
+/* Tell the checks about the part of a box that lies in global memory, row by row. */
+static void tell_box(Warp *w, int32_t op, const TensorMap *t, const int64_t *first, const int64_t *count, int write,
+                     int32_t what) {
+    int64_t rows = 1, index[MAX_RANK] = {0};
+    uint64_t origin = t->address, few[512];
+    for (int i = 0; i < t->rank; i++) origin += (uint64_t)(first[i] * t->strides[i]);
+    for (int i = 1; i < t->rank; i++) rows *= count[i];
+    uint64_t *starts = rows <= 512 ? few : malloc(sizeof(uint64_t) * (size_t)rows);
+    for (int64_t r = 0; r < rows; r++) {
+        starts[r] = origin;
+        for (int i = 1; i < t->rank; i++) starts[r] += (uint64_t)(index[i] * t->strides[i]);
+        for (int i = 1; i < t->rank && ++index[i] == count[i]; i++) index[i] = 0;
+    }
+    int32_t region = fa_region_number(w->cluster->machine, origin);
+    fg_access(w, op, region, starts, (int32_t)rows, (int32_t)(count[0] * t->element), write, 0, what);
+    if (starts != few) free(starts);
+}
+
 /* count: rank; offset: of the shared address, offset2: of the mbarrier; mode: 1 multicast, 2 a pair of CTAs */
 static int32_t load_one(Warp *w, int32_t op, uint32_t lane) {
     const OperationInfo *o = info(w, op);
@@ -152,7 +172,10 @@ static int32_t load_one(Warp *w, int32_t op, uint32_t lane) {
     w->bytes[TMA_READ] += t.box_bytes;
     c->machine->progress++;
     Issue issue;
-    if (c->checks) issue = fc_issue(w, op);
+    if (c->checks) {
+        if (!empty) tell_box(w, op, &t, first, count, 0, A_TENSOR_LOAD);
+        issue = fc_issue(w, op);
+    }
     for (uint32_t r = targets; r; r &= r - 1) {
         Cta *cta = c->ctas[low_lane(r)];
         copy_box(&t, at, first, count, empty, origin, cta->smem - SMEM_BASE, offset, 0);
@@ -194,6 +217,7 @@ static int32_t store_one(Warp *w, int32_t op, uint32_t lane) {
         int whole = 1;
         for (int i = 0; i < t.rank; i++) whole &= at[i] >= 0 && at[i] <= t.sizes[i] - t.box[i];
         fc_bulk_read(w, op, (int32_t)lane, offset - SMEM_BASE, t.box_bytes, A_TENSOR_STORE, whole);
+        if (!empty) tell_box(w, op, &t, first, count, 1, A_TENSOR_STORE);
     }
     w->bytes[TMA_WRITE] += t.box_bytes;
     c->machine->progress++;

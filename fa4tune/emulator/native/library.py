@@ -15,7 +15,7 @@ from fa4tune.kernels.toolchain import c_compiler, cache_dir, digest, link_shared
 
 SOURCES = (
     "kernels.c", "sync.c", "memory.c", "tensor.c", "copies.c", "checks.c", "checks_shadow.c",
-    "checks_tensor.c",
+    "checks_tensor.c", "checks_global.c",
 )  # fmt: skip
 HEADERS = ("runtime.h", "operand.h", "checks.h")
 OPTIONS = (
@@ -74,7 +74,10 @@ def _declare(found: Any) -> None:
         "fa_run_ready": (i32, (pointer, i32, i32)),
         "fa_free_operands": (None, (pointer,)),
         "fa_new_mbarrier": (i32, (pointer, i32, i32)),
-        "fc_new": (pointer, (pointer, layout.REPORT, pointer)),
+        "fg_new": (pointer, (pointer,)),
+        "fg_free": (None, (pointer,)),
+        "fg_access": (None, (pointer, i32, i32, pointer, *[i32] * 5)),
+        "fc_new": (pointer, (pointer, layout.REPORT, pointer, pointer)),
         "fc_free": (None, (pointer,)),
         "fc_size": (i32, (pointer,)),
         "fc_component": (i32, (pointer,)),

@@ -19,7 +19,7 @@ from fa4tune.emulator.isa import Operation
 from fa4tune.emulator.lanes import Array
 from fa4tune.emulator.machine import Cluster, Cta, Machine
 from fa4tune.emulator.native import layout, matrix, state
-from fa4tune.emulator.native.checks import NativeClusterChecks
+from fa4tune.emulator.native.checks import WORDS, NativeClusterChecks
 from fa4tune.emulator.native.jit import NativeProgram
 from fa4tune.emulator.native.kinds import SLOT
 from fa4tune.emulator.native.layout import BASE_SHIFT, FAULT, HOST, OK, SUSPEND
@@ -75,6 +75,8 @@ class NativeMachine(Machine):
         s.blocks = len(self.program.blocks)
         s.operations, s.gemm = native.operations_address, matrix.sgemm_address()
         self.parameters_address = state.address_of(self._parameters)
+        self.words = list(WORDS)  # what accesses are, for the checks of all clusters
+        self.globals_address = 0 if self.checks is None else library().fg_new(addressof(s))
         self.function = _RUN(native.address)
 
     @contextmanager
@@ -86,6 +88,8 @@ class NativeMachine(Machine):
             yield
         finally:
             self._take_apart()
+            if self.globals_address:
+                library().fg_free(self.globals_address)
             if enabled:
                 gc.enable()
 

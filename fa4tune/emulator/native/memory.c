@@ -88,11 +88,27 @@ static const Region *region_of(const Machine *m, uint64_t address) {
     return low ? &m->regions[low - 1] : 0;
 }
 
+/* The region that begins at or before an address, -1 for none. */
+int32_t fa_region_number(const Machine *m, uint64_t address) {
+    const Region *r = region_of(m, address);
+    return r ? (int32_t)(r - m->regions) : -1;
+}
+
 uint8_t *fa_global(const Machine *m, uint64_t address, int64_t bytes, int write) {
     const Region *r = region_of(m, address);
     if (!r || bytes < 0 || address - r->address + (uint64_t)bytes > (uint64_t)r->nbytes || (write && !r->writable))
         return 0;
     return r->bytes + (address - r->address);
+}
+
+/* Tell the checks about an access of lanes to global memory; extra[7]: a strong one. */
+static void tell_global(Warp *w, int32_t op, const uint64_t *base, uint32_t lanes, int32_t bytes, int write) {
+    const OperationInfo *o = info(w, op);
+    uint64_t addresses[32];
+    int32_t n = 0;
+    for (; lanes; lanes &= lanes - 1) addresses[n++] = base[low_lane(lanes)] + (uint64_t)o->offset;
+    int32_t region = fa_region_number(w->cluster->machine, addresses[0]);
+    fg_access(w, op, region, addresses, n, bytes, write, o->extra[7], write ? A_GLOBAL_WRITE : A_GLOBAL_READ);
 }
 
 static int global_pointers(Warp *w, const OperationInfo *o, const uint64_t *base, uint32_t mask, int32_t bytes,
@@ -157,6 +173,7 @@ static int32_t access_lanes(Warp *w, int32_t op, uint32_t mask, int write) {
         if (write) touch(cta, range[0], range[1] - range[0]);
     } else if (mode == 2) {
         if (!global_pointers(w, o, addresses, mask, bytes, write, at)) return host(w, op, mask);
+        if (w->cluster->checks) tell_global(w, op, addresses, mask, bytes, write);
         w->bytes[write ? GLOBAL_WRITE : GLOBAL_READ] += lanes * bytes;
     } else {
         if (!w->local) return host(w, op, mask);

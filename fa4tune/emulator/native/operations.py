@@ -7,6 +7,7 @@ from typing import Any
 
 from fa4tune.emulator.checks_cluster import fence_effects
 from fa4tune.emulator.isa import Operation
+from fa4tune.emulator.isa_memory import is_strong
 from fa4tune.emulator.native.kinds import BASE
 
 #: (function, fields of OperationInfo); a field ``extra0`` is an element of ``extra``.
@@ -65,7 +66,7 @@ def _access(operation: Operation, kinds: str, function: str) -> Call | None:
         return None
     return function, {
         "offset": attrs["offset"], "size": attrs["size"], "count": len(kinds), "mode": space,
-        "flag": int(bool(attrs.get("signed"))), "extra0": register,
+        "flag": int(bool(attrs.get("signed"))), "extra0": register, "extra7": int(is_strong(operation)),
     }  # fmt: skip
 
 

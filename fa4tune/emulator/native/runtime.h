@@ -149,6 +149,7 @@ struct Cluster {
 
 /* memory.c */
 uint8_t *fa_global(const Machine *m, uint64_t address, int64_t bytes, int write);
+int32_t fa_region_number(const Machine *m, uint64_t address);
 
 /* sync.c */
 void fa_push_ready(Cluster *c, int32_t number);
