@@ -174,6 +174,7 @@ void fc_fence(Warp *w, int32_t mode);
 void fc_tcgen05_fence(Warp *w, int32_t before);
 void fc_tcgen05_wait(Warp *w, int32_t family);
 void fc_assume_loaded(Warp *w);
+void fc_init(Warp *w, int32_t operation, Cta *cta, MBarrier *bar);
 void fc_arrive(Warp *w, int32_t operation, Cta *cta, MBarrier *bar, int relaxed);
 void fc_wait(Warp *w, int32_t operation, Cta *cta, MBarrier *bar);
 void fc_named_arrive(Warp *w, int32_t number, int64_t generation);

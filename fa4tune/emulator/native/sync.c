@@ -166,7 +166,7 @@ static int64_t window_address(const Warp *w, const OperationInfo *o, int32_t lan
 int32_t fa_mbarrier_init(Warp *w, int32_t op, uint32_t mask) {
     if (!mask) return OK;
     const OperationInfo *o = info(w, op);
-    if (w->cluster->machine->observed || w->cluster->checks) return host(w, op, mask);
+    if (w->cluster->machine->observed) return host(w, op, mask);
     const uint32_t *count = source(w, o, 1);
     for (uint32_t rest = mask; rest; rest &= rest - 1) {
         int64_t at = window_address(w, o, (int32_t)low_lane(rest));
@@ -174,10 +174,12 @@ int32_t fa_mbarrier_init(Warp *w, int32_t op, uint32_t mask) {
         uint32_t n = count[low_lane(rest)];
         if (at & 7 || at >> RANK_SHIFT != w->cta->rank || offset < SMEM_BASE ||
             offset - SMEM_BASE + 8 > w->cta->smem_bytes || n < 1 || n >= 1 << 20)
-            return host(w, op, mask);
+            return host(w, op, rest);
         MBarrier *old = fa_find_mbarrier(w->cluster, at);
-        if (old && (old->waiting || old->pending != old->count || old->tx)) return host(w, op, mask);
-        if (fa_new_mbarrier(w->cta, (int32_t)offset, (int32_t)n) < 0) return host(w, op, mask);
+        if (old && (old->waiting || old->pending != old->count || old->tx)) return host(w, op, rest);
+        int32_t number = fa_new_mbarrier(w->cta, (int32_t)offset, (int32_t)n);
+        if (number < 0) return host(w, op, rest);
+        if (w->cluster->checks) fc_init(w, op, w->cta, &w->cta->bars[number]);
     }
     w->cluster->machine->progress++;
     return OK;
