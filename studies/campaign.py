@@ -1,11 +1,15 @@
 """One measurement campaign: 28 configs of the Hopper forward on each of 30 shapes, good configs and bad.
 
-The records are what the model is fitted to (half of the shapes) and judged on (the other half). Lengths are
-runtime arguments, so the configs of a (head dim, mask) share their compiled objects over all its shapes.
+The model is fitted to these records. It is judged on others: `--fresh` names 20 more shapes (lengths,
+batches and head counts of their own, random configs of their own), which no fit and no choice of a mechanism
+has seen.
+Lengths are runtime arguments, so the configs of a (head dim, mask) share their compiled objects over all its
+shapes.
 
     python studies/campaign.py export DIR [--part 1/2]   compile, and write a bundle to measure elsewhere
     python DIR/measure.py --out OUT                      on the GPU host, a few minutes a part
     python studies/campaign.py import OUT                append the trials to studies/data/campaign.jsonl
+                                                         (with --fresh: campaign_fresh.jsonl)
     fa4tune search --import OUT --table DIR              and, as any bundle, the winners to a table
     python studies/campaign.py summary                   what the file holds
 """
@@ -32,6 +36,7 @@ from fa4tune.search.space import diverse, random_feasible
 from fa4tune.search.transfer import export, load_results
 
 DATA = Path(__file__).parent / "data" / "campaign.jsonl"
+FRESH_DATA = DATA.with_name("campaign_fresh.jsonl")
 CONFIGS_A_CLASS = 28
 GOOD = 14
 """Configs of a class from the model's ranking; also the default, winners of searches, and random ones."""
@@ -51,16 +56,25 @@ SHAPES = {
 }
 """seqlen -> (batch, divisor of the 2048 / head_dim query heads, query heads a kv head)."""
 
+FRESH_SHAPES = {
+    640: (20, 1, 1),
+    1536: (6, 1, 4),
+    3072: (8, 1, 1),
+    6144: (2, 2, 2),
+    24576: (1, 2, 8),
+}
+"""The same for the shapes that the model is judged on."""
 
-def shapes(head_dim: int, mask: str) -> list[AttentionProblem]:
+
+def shapes(head_dim: int, mask: str, fresh: bool = False) -> list[AttentionProblem]:
     """The campaign's problems of one kernel class, shortest first."""
     found = []
-    for seqlen, (batch, divisor, group) in SHAPES.items():
+    for seqlen, (batch, divisor, group) in (FRESH_SHAPES if fresh else SHAPES).items():
         heads = 2048 // head_dim // divisor
         found.append(
             AttentionProblem(batch, heads, heads // group, seqlen, seqlen, head_dim, head_dim, "bf16", mask)
         )
-    if head_dim == 128:  # grouped heads as a model of 8 billion parameters has them
+    if head_dim == 128 and not fresh:  # grouped heads as a model of 8 billion parameters has them
         found.insert(-2, AttentionProblem(1, 32, 8, 8192, 8192, 128, 128, "bf16", mask))
     return found
 
@@ -76,10 +90,11 @@ def held_out(problem: AttentionProblem) -> bool:
     return (index % 2 == 0) == (problem.mask == "causal")
 
 
-def configs(head_dim: int, mask: str, gpu: Gpu) -> list[KernelConfig]:
+def configs(head_dim: int, mask: str, gpu: Gpu, fresh: bool = False) -> list[KernelConfig]:
     """The configs of one class: default, winners of searches, the model's diverse best, random feasible ones.
 
-    Random ones are drawn by a fixed seed from all feasible configs, so bad ones are among them.
+    Random ones are drawn by a fixed seed (another one for ``fresh``) from all feasible configs, so bad ones
+    are among them.
     """
     problem = next(p for p in shapes(head_dim, mask) if p.seqlen_q == 4096)
     chosen = [default_config(problem, gpu.arch)]
@@ -90,7 +105,7 @@ def configs(head_dim: int, mask: str, gpu: Gpu) -> list[KernelConfig]:
         if config not in chosen:
             chosen.append(config)
     chosen += [entry.config for entry in diverse(rank_space(problem, gpu), GOOD, taken=chosen)]
-    rng = random.Random(f"{head_dim} {mask}")
+    rng = random.Random(f"{head_dim} {mask} fresh" if fresh else f"{head_dim} {mask}")
     while len(chosen) < CONFIGS_A_CLASS:
         drawn = random_feasible(problem, gpu, rng)
         if drawn is not None and drawn not in chosen:
@@ -98,12 +113,12 @@ def configs(head_dim: int, mask: str, gpu: Gpu) -> list[KernelConfig]:
     return chosen
 
 
-def write_bundle(directory: Path, part: int, parts: int, gpu: Gpu) -> None:
+def write_bundle(directory: Path, part: int, parts: int, gpu: Gpu, fresh: bool) -> None:
     """Compile and export part ``part`` (from 1) of ``parts``: every ``parts``-th shape of each class."""
     built: dict[AttentionProblem, list[Built]] = {}
     for head_dim, mask in classes():
-        wanted = configs(head_dim, mask, gpu)
-        own = shapes(head_dim, mask)
+        wanted = configs(head_dim, mask, gpu, fresh)
+        own = shapes(head_dim, mask, fresh)
         choices = [Choice(c, "campaign" if i else "default", None) for i, c in enumerate(wanted)]
         kernels, failed = build(own[0], gpu, choices)
         for trial in failed:
@@ -127,16 +142,16 @@ def write_bundle(directory: Path, part: int, parts: int, gpu: Gpu) -> None:
     )
 
 
-def take(directory: Path) -> list[Trial]:
-    """Append a measured bundle's trials to the campaign's file; trials already there are left out."""
-    known = {_identity(t) for t in read_trials(DATA)} if DATA.exists() else set()
+def take(directory: Path, data: Path) -> list[Trial]:
+    """Append a measured bundle's trials to a file of the campaign; trials already there are left out."""
+    known = {_identity(t) for t in read_trials(data)} if data.exists() else set()
     trials = [
         trial
         for result in load_results(directory).results.values()
         for trial in result.trials
         if trial.phase != "duel" and _identity(trial) not in known
     ]
-    append_trials(DATA, trials)
+    append_trials(data, trials)
     return trials
 
 
@@ -144,19 +159,18 @@ def _identity(trial: Trial) -> tuple[str, str, int]:
     return trial.problem, str(trial.config), trial.kernel_version
 
 
-def summary() -> None:
-    """Print what the campaign holds: by shape, configs, best and worst time, TFLOP/s of the best."""
+def summary(data: Path) -> None:
+    """Print what a file holds: by shape, configs, best and worst time, TFLOP/s of the best."""
     by_problem: dict[str, list[Trial]] = defaultdict(list)
-    for trial in read_trials(DATA):
+    for trial in read_trials(data):
         by_problem[trial.problem].append(trial)
-    print(f"{'problem':58} {'':8} n failed {'best us':>9} {'median':>7} {'worst':>7} TFLOP/s")
+    print(f"{'problem':58}   n failed {'best us':>9} {'median':>7} {'worst':>7} TFLOP/s")
     for text, trials in by_problem.items():
         problem = AttentionProblem.parse(text)
         times = sorted(t.median_us for t in trials if t.outcome is Outcome.MEASURED and t.median_us)
         failed = len(trials) - len(times)
-        split = "held out" if held_out(problem) else "fit"
         print(
-            f"{text:58} {split:8} {len(times)} {failed:4} {times[0]:10.1f} "
+            f"{text:58} {len(times):3} {failed:4} {times[0]:10.1f} "
             f"{statistics.median(times) / times[0]:6.2f}x {times[-1] / times[0]:6.2f}x "
             f"{problem.flops_convention() / times[0] * 1e-6:7.0f}"
         )
@@ -172,15 +186,19 @@ def main() -> None:
     out.add_argument("--gpu", default="h200")
     back = verbs.add_parser("import")
     back.add_argument("directory", type=Path)
-    verbs.add_parser("summary")
+    table = verbs.add_parser("summary")
+    for verb in (out, back, table):
+        verb.add_argument("--fresh", action="store_true", help="the shapes that the model is judged on")
     options = parser.parse_args()
     if options.verb == "export":
         part, _, parts = options.part.partition("/")
-        write_bundle(options.directory, int(part), int(parts), load_gpu(options.gpu))
-    elif options.verb == "import":
-        print(f"{len(take(options.directory))} trials added to {DATA}")
+        write_bundle(options.directory, int(part), int(parts), load_gpu(options.gpu), options.fresh)
+        return
+    data = FRESH_DATA if options.fresh else DATA
+    if options.verb == "import":
+        print(f"{len(take(options.directory, data))} trials added to {data}")
     else:
-        summary()
+        summary(data)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ One synchronising instruction, descriptor, address or byte count of a kernel is 
 seed among the instructions that the study's problem executes. The changed kernel runs under the checks, eagerly
 and then over three late seeds, until something is found; its output is compared with the unchanged kernel's.
 
-    python studies/emulator_mutants.py run [--count 100]   appends to data/emulator_mutants.jsonl, resumes
-    python studies/emulator_mutants.py clean [--seeds 20]  the unchanged kernels under late seeds
-    python studies/emulator_mutants.py summary             table, and data/emulator_mutants.json
+    python studies/emulator_mutants.py run [--count 100] [--seed 0]   appends to data/emulator_mutants.jsonl, resumes
+    python studies/emulator_mutants.py clean [--seeds 20]   the unchanged kernels under late seeds
+    python studies/emulator_mutants.py summary              table, and data/emulator_mutants.json
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ KERNELS = {
     "sm_100a": ("b1_hq1_hk1_sq1024_sk1024_d128_dv128_bf16_full_fwd", 2),
 }
 LATE_SEEDS = (1, 2, 3)
+READ_ONLY = ("mQ", "mK", "mV")
 TIME_LIMIT = 240
 """Seconds of one run after which a mutant counts as hung."""
 
@@ -267,9 +268,7 @@ def subject(arch: str) -> Subject:
     names = [a.name for a in kernel.signature]
 
     def host(*args: Any) -> None:
-        launches.extend(
-            capture(kernel, args, ptx=kernel.ptx, names=names, read_only=("mQ", "mK", "mV"), sm_count=sms)
-        )
+        launches.extend(capture(kernel, args, ptx=kernel.ptx, names=names, read_only=READ_ONLY, sm_count=sms))
 
     small = replace(gpu, sm_count=sms)
     forward_caller(host, names, sm_count=small.sm_count, window=problem.window)(
@@ -382,7 +381,7 @@ def read_lines() -> list[dict[str, Any]]:
 
 # -- summary
 
-#: Why a mutant that nothing kills computes the same, by edit and text of the instruction.
+#: Why a mutant that nothing kills computes the same, by edit (a pattern) and line and text of the instruction.
 ARGUMENTS: tuple[tuple[str, str, str], ...] = (
     (
         "wgmma.fence removed",
@@ -409,14 +408,74 @@ ARGUMENTS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "mbarrier wait on the next barrier",
-        r"^sm_100a 6397 ",
+        r"^sm_90a 505 ",
+        "a warpgroup without rows hands on stages of K that it does not read; those that read them wait "
+        "themselves, and the turns keep it from releasing a stage twice in a phase",
+    ),
+    (
+        "mbarrier wait on the barrier before",
+        r"^sm_90a 200 ",
+        "the first K of a tile follows the load of Q, whose wait covers all products of the tile before",
+    ),
+    (
+        "named barrier of the next number",
+        r"^sm_90a 93 ",
+        "all warps of the CTA meet at barrier 1 instead of 0; its other users come to it only afterwards",
+    ),
+    (
+        "named barrier of the next number",
+        r"^sm_90a 427 ",
+        "the first turn goes to the second warpgroup instead of the first; the order of turns decides nothing",
+    ),
+    (
+        "mbarrier wait on the next barrier",
+        r"^sm_100a (6397|6451) ",
         "the producer's tail waits for every stage in turn; the release of the next stage implies this one's, "
         "as commits complete in order of issue",
     ),
     (
         "mbarrier wait removed",
+        r"^sm_100a 6480 ",
+        "the producer's tail waits for the halves of Q; the commits to both follow each other, and the other is "
+        "waited for",
+    ),
+    (
+        "mbarrier wait on the (barrier before|next barrier)",
+        r"^sm_100a 6491 ",
+        "the last wait of the producer's tail keeps the CTA until a commit arrives; the commits of the last "
+        "products come after that one, and the correction warps wait for them",
+    ),
+    (
+        "mbarrier wait removed",
         r"^sm_100a 6108 ",
         "the first K of a tile follows the load of Q, whose wait covers all products of the tile before",
+    ),
+    (
+        "mbarrier wait on the barrier before",
+        r"^sm_100a 6161 ",
+        "the barrier of the other half of Q: the commits to both follow each other, after the same products",
+    ),
+    (
+        "mbarrier wait on the barrier before",
+        r"^sm_100a 6055 ",
+        "it waits until the output of the tile before lies in shared memory, which comes after the products "
+        "that read Q",
+    ),
+    (
+        "tcgen05.fence::after removed",
+        r"^sm_100a 5571 ",
+        "no wait lies between the fence ahead of it and this one",
+    ),
+    (
+        "tcgen05.fence::after removed",
+        r"^sm_100a 5000 ",
+        "the waits ahead of it are for loads into shared memory; what hands over the columns that the product "
+        "overwrites has fences of its own",
+    ),
+    (
+        "tcgen05.fence::before removed",
+        r"^sm_100a 3307 ",
+        "no access to TMEM lies between the fence ahead of it and this one",
     ),
 )
 
@@ -424,9 +483,8 @@ ARGUMENTS: tuple[tuple[str, str, str], ...] = (
 def argument(record: dict[str, Any]) -> str | None:
     """The argument that a surviving mutant is equivalent, or None: it was missed."""
     for edit, pattern, why in ARGUMENTS:
-        if record["edit"] == edit and re.search(
-            pattern, f"{record['arch']} {record['line']} {record['text']}"
-        ):
+        where = f"{record['arch']} {record['line']} {record['text']}"
+        if re.fullmatch(edit, record["edit"]) and re.search(pattern, where):
             return why
     return None
 

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from functools import wraps
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -27,6 +28,9 @@ GpuOption = Annotated[str | None, typer.Option("--gpu", help="GPU by name, or a 
 ArchOption = Annotated[
     str | None, typer.Option("--arch", help="sm_90a, sm_100a or sm_103a: its default GPU.")
 ]
+
+PICTURES = (".png", ".svg", ".pdf")
+"""Endings of a picture's name."""
 
 _PANEL = "Problem"
 _PROBLEM = "A shape as one word, or the options below. Such as b1_hq8_hk8_sq512_sk512_d64_dv64_bf16_full_fwd"
@@ -183,7 +187,7 @@ def only(problems: tuple[AttentionProblem, ...]) -> AttentionProblem:
 
 
 def choose_config(problem: AttentionProblem, gpu: Gpu, text: str | None) -> KernelConfig:
-    """The class's default config with the knobs of ``--config`` changed.
+    """The class's default config with the knobs of ``--config`` changed; ``default`` changes none.
 
     Raises:
         ConfigError: unknown knob or a value out of range.
@@ -191,7 +195,30 @@ def choose_config(problem: AttentionProblem, gpu: Gpu, text: str | None) -> Kern
     from fa4tune.kernels.config import default_config
 
     config = default_config(problem, gpu.arch)
-    return config.with_text(text) if text else config
+    return config.with_text(text) if text and text != "default" else config
+
+
+def require_directory(file: Path) -> None:
+    """Find out before the work whether a file can be written where it is wanted.
+
+    Raises:
+        ConfigError: its directory does not exist.
+    """
+    if not file.parent.is_dir():
+        raise ConfigError(f"directory {str(file.parent)!r} of {str(file)!r} does not exist; make it first")
+
+
+def require_picture(plot: Path) -> None:
+    """The same for the picture of ``--plot``.
+
+    Raises:
+        ConfigError: no picture's name, no directory, or nothing to draw with.
+    """
+    if plot.suffix not in PICTURES:
+        raise ConfigError(f"--plot {str(plot)!r} is no picture's name; end it in {', '.join(PICTURES)}")
+    require_directory(plot)
+    if find_spec("matplotlib") is None:
+        raise ConfigError("--plot draws with matplotlib, which is not installed; pip install matplotlib")
 
 
 def emit_json(value: dict[str, Any]) -> None:

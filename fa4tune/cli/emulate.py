@@ -52,9 +52,13 @@ def emulate(
 ) -> None:
     """Run a kernel's PTX on the CPU; status 1 if it is wrong or the emulator finds a fault."""
     from fa4tune.emulator.attention import emulate_forward, read_inputs
+    from fa4tune.emulator.checks import WaiverError, waived_kinds
     from fa4tune.hardware.gpu import choose_gpu
 
     problem = only(problems)
+    waived_kinds(waive or ())
+    if waive and not check:
+        raise WaiverError(f"--waive {waive[0]} without --check waives nothing: add --check or leave it out")
     chosen = choose_gpu(gpu, arch)
     knobs = choose_config(problem, chosen, config)
     tensors = None if inputs is None else read_inputs(inputs, problem)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fa4tune.cli.common import (
     ArchOption,
-    ConfigOption,
-    GpuOption,
     JsonOption,
-    choose_config,
     emit_json,
+    note,
     only,
+    require_picture,
     with_problems,
 )
 from fa4tune.problem import AttentionProblem
@@ -21,6 +21,7 @@ from fa4tune.problem import AttentionProblem
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from fa4tune.cli.explain_cases import Case
     from fa4tune.model.explain import Explanation
 
 BAR = 28
@@ -30,30 +31,64 @@ BAR = 28
 @with_problems
 def explain(
     problems: tuple[AttentionProblem, ...],
-    gpu: GpuOption = None,
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option("--gpu", help="GPU by name, or a TOML file of one's own; several are compared."),
+    ] = None,
     arch: ArchOption = None,
-    config: ConfigOption = None,
+    config: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--config",
+            help="Knobs as key=value,..., the others at their default; `default`; or `tuned`, the table's. "
+            "Several are compared.",
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Picture to write (.png, .svg or .pdf).")
+    ] = None,
+    table: Annotated[
+        Path | None,
+        typer.Option("--table", metavar="DIR", help="Table with measured times (default: the user's own)."),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Predict one kernel and say what limits it, what it uses, and what each knob would change."""
-    from fa4tune.hardware.gpu import choose_gpu
-    from fa4tune.kernels.program import build_plan
-    from fa4tune.model.explain import explain as explain_plan
+    """Predict a kernel and say what limits it, what it uses, and what each knob would change.
 
-    problem = only(problems)
-    chosen = choose_gpu(gpu, arch)
-    plan = build_plan(problem, choose_config(problem, chosen, config), chosen)
-    explanation = explain_plan(plan, chosen)
+    Give --gpu or --config several times to see GPUs or configs side by side.
+    """
+    from fa4tune.cli.explain_cases import cases
+    from fa4tune.table.store import Table
+
+    if plot is not None:
+        require_picture(plot)
+    found = cases(only(problems), gpu or [], arch, config or [], Table(table))
+    if plot is not None:
+        from fa4tune.model.explain_plot import draw
+
+        draw([(case.label, case.explanation) for case in found], plot)
     if json:
-        emit_json(explanation.as_dict())
+        shown = found[0].as_dict() if len(found) == 1 else {"cases": [c.as_dict() for c in found]}
+        emit_json(shown | ({"files": [str(plot)]} if plot is not None else {}))
         return
     from rich.console import Console
 
-    show(explanation, Console(highlight=False))
+    console = Console(highlight=False)
+    if len(found) == 1:
+        show(found[0], console)
+    else:
+        from fa4tune.cli.explain_compare import compare
+
+        compare(found, console)
+    if plot is not None:
+        note(f"wrote {plot}")
 
 
-def show(explanation: Explanation, console: Console) -> None:
+def show(case: Case, console: Console) -> None:
     """Print an explanation for a person."""
+    from fa4tune.model.explain import in_words
+
+    explanation = case.explanation
     plan, gpu, prediction = explanation.plan, explanation.gpu, explanation.prediction
     console.print(f"[bold]{plan.problem}[/] on {gpu.title} ({gpu.arch})")
     console.print(f"kernel {plan.name}, config")
@@ -63,17 +98,59 @@ def show(explanation: Explanation, console: Console) -> None:
         f"(field's convention; {prediction.tflops_exact:.0f} counting unmasked pairs exactly, "
         f"{prediction.tflops_exact / gpu.peak_tflops:.0%} of the {gpu.peak_tflops:.0f} peak)"
     )
+    console.print(measured_text(case))
     console.print(f"[bold]Bound by {prediction.bound}[/]")
+    console.print(in_words(explanation))
     if explanation.memory_bound:
         console.print(
             f"The problem itself is memory-bound for any kernel: {explanation.flops_per_byte:.3g} FLOP a "
             f"byte, the GPU balances at {explanation.ridge_flops_per_byte:.3g}"
         )
-    if prediction.critical_cycle:
-        console.print("critical cycle: " + " -> ".join(prediction.critical_cycle))
+    _show_chain(explanation, console)
     _show_cycles(explanation, console)
     _show_budgets(explanation, console)
     _show_changes(explanation, console)
+
+
+def measured_text(case: Case) -> str:
+    """What the table has measured, in a line."""
+    text = "Not measured: the table has no time of this config for this problem and GPU."
+    if case.measured_us is not None:
+        text = f"Measured {case.measured_us:.4g} us (table): the prediction is {case.error:+.1%} off."
+    if case.best is not None:
+        text += f" The table's best, --config tuned, took {case.best.median_us:.4g} us."
+    return text
+
+
+def _show_chain(explanation: Explanation, console: Console) -> None:
+    from rich.table import Table
+
+    steps = explanation.prediction.steps
+    if not steps:
+        return
+    tiles = max(1, sum(step.distance for step in steps))
+    title = "Critical cycle: what one K/V tile waits for" + (f", over {tiles} tiles" if tiles > 1 else "")
+    table = Table(title=title, title_justify="left")
+    table.add_column("operation")
+    table.add_column("cycles", justify="right")
+    table.add_column("the next waits because of")
+    for step in steps:
+        why = _why(step.why) + (", for the next tile" if step.distance == 1 else "")
+        table.add_row(step.operation, f"{step.cycles:.0f}", why)
+    console.print()
+    console.print(table)
+    console.print(
+        "qk: S = Q K^T on the tensor cores; row_max, exp, rescale: softmax of S; pv: O += P V; load, store: "
+        "copies. A number is the group of warps; first and last are parts of a tile."
+    )
+
+
+def _why(reason: str) -> str:
+    """An arc's name in words."""
+    if reason.startswith("order of "):
+        return f"the same warps, one thing at a time ({reason.removeprefix('order of ')})"
+    known = {"issue": "the time to issue it", "tensor in order": "the tensor cores, which work in order"}
+    return known.get(reason, f"barrier: {reason}")
 
 
 def _show_cycles(explanation: Explanation, console: Console) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -17,13 +16,11 @@ from fa4tune.cli.common import (
     emit_json,
     note,
     only,
+    require_directory,
+    require_picture,
     with_problems,
 )
-from fa4tune.errors import ConfigError
 from fa4tune.problem import AttentionProblem
-
-PICTURES = (".png", ".svg", ".pdf")
-"""Endings of a picture's name."""
 
 
 @with_problems
@@ -54,15 +51,10 @@ def simulate(
     from fa4tune.model.replay import replay
     from fa4tune.model.trace import draw, write_trace
 
-    if plot is not None and plot.suffix not in PICTURES:
-        raise ConfigError(f"--plot {str(plot)!r} is no picture's name; end it in {', '.join(PICTURES)}")
-    for file in (trace, plot):
-        if file is not None and not file.parent.is_dir():
-            raise ConfigError(
-                f"directory {str(file.parent)!r} of {str(file)!r} does not exist; make it first"
-            )
-    if plot is not None and find_spec("matplotlib") is None:
-        raise ConfigError("--plot draws with matplotlib, which is not installed; pip install matplotlib")
+    if trace is not None:
+        require_directory(trace)
+    if plot is not None:
+        require_picture(plot)
     problem = only(problems)
     chosen = choose_gpu(gpu, arch)
     plan = build_plan(problem, choose_config(problem, chosen, config), chosen)

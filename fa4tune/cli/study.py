@@ -16,6 +16,10 @@ FOLDER = Path(__file__).resolve().parents[2] / "studies"
 """Where the studies are if the package runs from its source tree."""
 
 
+HELP_NAMES = ("--help", "-h")
+"""Behind a study's name they are the study's own."""
+
+
 def studies_folder() -> Path:
     """The source tree's folder, else that of the source tree in which the command is run.
 
@@ -45,7 +49,10 @@ def study(
     list_: Annotated[bool, typer.Option("--list", help="Names and what each is about.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Run a study with the arguments that follow its name, or list them."""
+    """Run a study with the arguments that follow its name (`--help` too), or list them."""
+    if name in HELP_NAMES:
+        print(context.get_help())
+        return
     folder = studies_folder()
     known = studies(folder)
     if list_ or name is None:
@@ -70,5 +77,9 @@ def register(app: typer.Typer) -> None:
     """Add the verb."""
     app.command(
         "study",
-        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+        context_settings={
+            "allow_extra_args": True,
+            "ignore_unknown_options": True,
+            "help_option_names": [],
+        },
     )(study)

@@ -13,6 +13,7 @@ from fa4tune.emulator.findings import Finding
 from fa4tune.errors import EmulationError
 
 if TYPE_CHECKING:
+    from fa4tune.emulator.checks_global import GlobalChecks
     from fa4tune.emulator.machine import Machine
     from fa4tune.emulator.ptx import Instruction
 
@@ -41,6 +42,7 @@ KINDS: dict[str, str] = {
     "mbarrier-reuse": "an mbarrier initialised or invalidated where nothing orders its earlier uses before",
     "mbarrier-data": "data stored to, or read from, the bytes of a live mbarrier",
     "mbarrier-bytes": "a CTA exits while bytes that an mbarrier expects have not arrived, or the reverse",
+    "global-race": "two accesses to global memory, one of them a write, that nothing orders",
     "exited-cta": "an access to the memory of a CTA that nothing keeps from having exited",
     "unawaited": "asynchronous work that nothing orders before its CTA's exit",
     "unawaited-commit": "a tcgen05.commit that nothing orders before its CTA's exit",
@@ -78,6 +80,24 @@ REPORTS_PER_KIND = 20
 """Findings of one kind, at different instructions, after which no more are kept."""
 
 
+class WaiverError(EmulationError, ValueError):
+    """A waiver that does not exist, or that nothing could use."""
+
+
+def waived_kinds(waivers: Iterable[str]) -> dict[str, str]:
+    """The waiver that covers each waived kind.
+
+    Raises:
+        WaiverError: there is no waiver of a name.
+    """
+    out: dict[str, str] = {}
+    for name in waivers:
+        if name not in WAIVERS:
+            raise WaiverError(f"there is no waiver {name!r}; choose of {', '.join(WAIVERS)}")
+        out |= dict.fromkeys(WAIVERS[name][0], name)
+    return out
+
+
 class Checks:
     """Findings of a checked run, each pair of instructions once.
 
@@ -86,17 +106,13 @@ class Checks:
         waivers: names from :data:`WAIVERS`.
 
     Raises:
-        EmulationError: there is no waiver of a name.
+        WaiverError: there is no waiver of a name.
     """
 
     def __init__(self, machine: Machine, waivers: Iterable[str]) -> None:
         self.machine = machine
-        self.waived: dict[str, str] = {}
-        for name in waivers:
-            if name not in WAIVERS:
-                raise EmulationError(f"there is no waiver {name!r}; choose of {', '.join(WAIVERS)}")
-            for kind in WAIVERS[name][0]:
-                self.waived[kind] = name
+        self.waived = waived_kinds(waivers)
+        self.globals: GlobalChecks | None = None
         self.seen: set[tuple[Any, ...]] = set()
         self.counts: dict[str, int] = {}
 

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fa4tune.emulator import checks_words as words
+from fa4tune.emulator.checks_global import Who
 from fa4tune.emulator.checks_shadow import Access, Accesses, Index, Shadow, byte_masks
 from fa4tune.emulator.lanes import Array
 from fa4tune.emulator.memory import SMEM_BASE
@@ -33,22 +35,25 @@ if TYPE_CHECKING:
     from fa4tune.emulator.ptx import Instruction
 
 KNOWN, PROXIED, LENIENT, TMEM = range(4)
+CLOCKS = 4
 SHARED_CLOCKS = 3  #: of the four, those that barriers carry
 TMEM_GROUP = 16  #: lanes of a granule of tensor memory
 TENSOR_FAMILIES = ("tmem.ld", "tmem.st", "mma")  #: asynchronous work that tcgen05 fences order
 GUARD = 0  #: the component of live mbarriers, known to nobody
 GUARD_EPOCH = 1 << 30
 
-#: Kind of finding where only the completion of an operation is missing, its issue being ordered.
-_MISSING = {
-    "load": "missing-load-wait",
-    "bulk": "missing-bulk-wait",
-    "copy": "missing-copy-wait",
-    "wgmma": "missing-wgmma-wait",
-    "mma": "missing-mma-wait",
-    "tmem.ld": "missing-tcgen05-wait-ld",
-    "tmem.st": "missing-tcgen05-wait-st",
-}
+OF_BARRIERS, OF_PROXIES, OF_SHARED = 1, 2, 4
+
+
+def fence_effects(scope: str, modifiers: tuple[str, ...]) -> int:
+    """What a ``fence`` is: of mbarrier initialisations, between proxies, of shared memory among them."""
+    between = scope.startswith("proxy")
+    asynchronous = between and "async" in scope
+    return (
+        OF_BARRIERS * (asynchronous or scope == "mbarrier_init")
+        | OF_PROXIES * between
+        | OF_SHARED * (asynchronous and "global" not in modifiers)
+    )
 
 
 @dataclass(slots=True)
@@ -126,6 +131,8 @@ class ClusterChecks:
         for cta in cluster.ctas:
             cta.shadow = Shadow(self.accesses, (-(-cta.smem.nbytes // 16),))
             cta.tmem_shadow = Shadow(self.accesses, (COLUMNS, 128 // TMEM_GROUP))
+        assert checks.globals is not None
+        checks.globals.begin([Who(w.label, w.index) for w in cluster.warps])
         for warp in cluster.warps:
             clock = np.zeros((4, self.size), np.int32)
             warp.agent = Agent(warp, self.component(), clock)
@@ -135,9 +142,7 @@ class ClusterChecks:
         """A new component of the clocks."""
         number = self.components
         if number == self.size:
-            raise EmulationError(
-                f"the checks follow up to {self.size} warps, barriers and groups of a cluster"
-            )
+            raise EmulationError(words.too_many(self.size))
         self.components += 1
         return number
 
@@ -148,28 +153,15 @@ class ClusterChecks:
         party = None if other is None else (other.warp, other.instruction, other.what)
         self.checks.report(kind, message, warp, warp.agent.at, party)
 
-    def _conflict(self, number: int, by: Access, clock: Array, where: str) -> None:
+    def _conflict(self, number: int, by: Access, clock: Array, tensor: bool) -> None:
         """Name a conflict with an earlier access that ``by`` is not ordered after."""
         other = self.accesses.records[number]
         assert other is not None
         known = clock[LENIENT]
-        if other.family == "barrier":
-            kind = "mbarrier-data"
-            text = f"{by.what} touches the bytes of a live mbarrier"
-        elif other.family == "warp" and known[other.component] >= other.epoch:
-            fence = where != "tensor memory"
-            kind = "missing-proxy-fence" if fence else "missing-tcgen05-fence"
-            text = f"{by.what} is ordered after {other.what}, but without a fence between the proxies"
-        elif known[other.component] >= other.epoch:
-            kind = "missing-tcgen05-fence"
-            text = f"{by.what} is ordered after {other.what}, but without tcgen05.fence around the barrier"
-        elif other.family in _MISSING and known[other.warp.agent.component] >= other.issued:
-            kind = _MISSING[other.family]
-            text = f"{by.what} is ordered after the issue of {other.what}, not after its completion"
-        else:
-            kind = "race"
-            text = f"nothing orders {by.what} after {other.what}"
-        text += f", both in {where}"
+        kind, text = words.conflict(
+            by.what, other.what, other.family, bool(known[other.component] >= other.epoch),
+            bool(known[other.warp.agent.component] >= other.issued), tensor,
+        )  # fmt: skip
         self.checks.report(kind, text, by.warp, by.instruction, (other.warp, other.instruction, other.what))
 
     # -- clocks
@@ -216,12 +208,13 @@ class ClusterChecks:
     def fence(self, w: Any, scope: str, modifiers: tuple[str, ...]) -> None:
         """``fence`` of any kind."""
         agent = w.agent
-        if scope == "mbarrier_init" or (scope.startswith("proxy") and "async" in scope):
+        effects = fence_effects(scope, modifiers)
+        if effects & OF_BARRIERS:
             for clocks in agent.initialised:
                 clocks.fenced = True
             agent.initialised.clear()
-        if scope.startswith("proxy"):
-            if "async" in scope and "global" not in modifiers:
+        if effects & OF_PROXIES:
+            if effects & OF_SHARED:
                 np.maximum(agent.clock[PROXIED], agent.clock[KNOWN], out=agent.clock[PROXIED])
                 agent.step()
             return
@@ -278,9 +271,7 @@ class ClusterChecks:
 
     def _require_unused(self, w: Any, bar: MBarrier, clocks: _Clocks) -> None:
         if (clocks.uses > w.agent.clock[KNOWN]).any():
-            self.report(
-                "mbarrier-reuse", f"nothing orders this after the last use of the {bar.describe()}", w
-            )
+            self.report(*words.reuse(bar), w)
 
     def _write_barrier(self, w: Any, bar: MBarrier, live: bool) -> None:
         shadow: Shadow = bar.cta.shadow
@@ -311,11 +302,7 @@ class ClusterChecks:
         agent = w.agent
         component, epoch = clocks.init
         if agent.clock[KNOWN, component] < epoch and component != agent.component:
-            self.report(
-                "mbarrier-init-race",
-                f"nothing orders this after the initialisation of the {bar.describe()}",
-                w,
-            )
+            self.report(*words.init_race(bar), w)
         clocks.uses[agent.component] = agent.epoch
         if bar.cta is not w.cta:
             self._require_fence(bar, clocks, w, agent.at)
@@ -379,9 +366,7 @@ class ClusterChecks:
         """Something uses a CTA's memory: it must be over before that CTA exits."""
         self.outstanding[access.component, cta.rank] = (access, cta)
         if all(w.state == 2 for w in cta.warps):
-            self.checks.report(
-                "exited-cta", f"{access.what}: CTA {cta.label} has exited", access.warp, access.instruction
-            )
+            self.checks.report(*words.exited(access.what, cta), access.warp, access.instruction)
 
     def _number(self, agent: Agent, write: bool) -> int:
         """The operation of a warp's own access at the current instruction and epoch."""
@@ -406,12 +391,12 @@ class ClusterChecks:
         known = clock[KNOWN]
 
         def conflict(other: int) -> None:
-            self._conflict(other, access, clock, "shared memory")
+            self._conflict(other, access, clock, False)
 
         if not write:
             missing = len(full) and not shadow.initialised((full,))
             if missing or any(int(shadow.valid[g]) & m != m for g, m in parts):
-                self.report("uninitialised-shared", "a read of shared memory that nothing wrote", w)
+                self.report(*words.uninitialised(None, False), w)
         if len(full):
             shadow.access((full,), write, number, known, known, agent.component, conflict)
         for granule, mask in parts:
@@ -425,6 +410,11 @@ class ClusterChecks:
             cta.shadow.valid[byte >> 4] |= 1 << (byte & 15)
         if cta is not w.cta:
             self.touch(w.agent, cta, "an atomic on another CTA's shared memory")
+
+    def global_access(self, w: Any, starts: Array, nbytes: int, write: bool, atomic: bool, what: str) -> None:
+        """A warp accesses ``nbytes`` of global memory at each of the addresses ``starts``."""
+        assert self.checks.globals is not None
+        self.checks.globals.access(w, starts, nbytes, write, atomic, what, w.agent.clock[KNOWN])
 
     def issued(self, w: Any) -> Issued:
         """The moment of issue of asynchronous work."""
@@ -463,18 +453,12 @@ class ClusterChecks:
         tensor = shadow.valid.ndim == 2
         known = clock[TMEM] if tensor else clock[KNOWN]
         generic = clock[LENIENT] if tensor else clock[PROXIED]
-        name = "tensor memory" if tensor else "shared memory"
 
         def conflict(other: int) -> None:
-            self._conflict(other, access, clock, name)
+            self._conflict(other, access, clock, tensor)
 
         if not write and initialised and not shadow.initialised(index):
-            self.checks.report(
-                "uninitialised-tmem" if tensor else "uninitialised-shared",
-                f"{what} reads {name} that nothing wrote",
-                issue.warp,
-                issue.instruction,
-            )
+            self.checks.report(*words.uninitialised(what, tensor), issue.warp, issue.instruction)
         shadow.access(index, write, number, known, generic, component if ordered else -1, conflict)
         return access
 
@@ -489,7 +473,7 @@ class ClusterChecks:
             for granule, mask in parts:
                 cta.shadow.access_part(
                     granule, mask, True, number, issue.clock[KNOWN], clocks.component,
-                    lambda other: self._conflict(other, access, issue.clock, "shared memory"),
+                    lambda other: self._conflict(other, access, issue.clock, False),
                 )  # fmt: skip
         else:
             index = (slice(start >> 4, (start + nbytes) >> 4),)
@@ -509,12 +493,7 @@ class ClusterChecks:
         epoch = clocks.base + bar.phase + 1
         component, init = clocks.init
         if issue.clock[KNOWN, component] < init and component != issue.warp.agent.component:
-            self.checks.report(
-                "mbarrier-init-race",
-                f"nothing orders this after the initialisation of the {bar.describe()}",
-                issue.warp,
-                issue.instruction,
-            )
+            self.checks.report(*words.init_race(bar), issue.warp, issue.instruction)
         self._require_fence(bar, clocks, issue.warp, issue.instruction)
         np.maximum(clocks.coming, issue.clock[:SHARED_CLOCKS], out=clocks.coming)
         clocks.coming[:, clocks.component] = epoch
@@ -523,12 +502,7 @@ class ClusterChecks:
 
     def _require_fence(self, bar: MBarrier, clocks: _Clocks, warp: Any, instruction: Instruction) -> None:
         if not clocks.fenced:
-            self.checks.report(
-                "missing-mbarrier-fence",
-                f"no fence.mbarrier_init follows the initialisation of the {bar.describe()}",
-                warp,
-                instruction,
-            )
+            self.checks.report(*words.barrier_fence(bar), warp, instruction)
 
     def completed(self, issue: Issued, bar: MBarrier, component: int, epoch: int) -> None:
         """Before an asynchronous unit arrives at an mbarrier for work up to an epoch."""
@@ -565,13 +539,19 @@ class ClusterChecks:
         clock = agent.clock.copy()
 
         def conflict(other: int) -> None:
-            self._conflict(other, access, clock, "shared memory")
+            self._conflict(other, access, clock, False)
 
         known = clock[KNOWN]
         if len(full):
             w.cta.shadow.access((full,), True, number, known, known, component, conflict)
         for granule, mask in parts:
             w.cta.shadow.access_part(granule, mask, True, number, known, component, conflict)
+
+    def wgmma_registers(self, w: Any, item: Any, register_mask: int, poison: Any) -> None:
+        """Registers of a wgmma that a warp issues."""
+        from fa4tune.emulator.checks_tensor import wgmma_registers
+
+        wgmma_registers(self, w, item, register_mask, poison)
 
     def assume_loaded(self, w: Any) -> None:
         """A missing ``tcgen05.wait::ld`` is reported; from here on it counts as if it were there."""
@@ -589,21 +569,8 @@ class ClusterChecks:
                 continue
             if exit_clock >= access.epoch:
                 continue
-            if access.family == "bulk":
-                kind = "missing-bulk-wait"
-            elif access.warp.cta is not cta:
-                kind = "exited-cta"
-            else:
-                kind = "unawaited-commit" if access.what == "a commit" else "unawaited"
-            self.checks.report(
-                kind,
-                f"nothing keeps CTA {cta.label} from exiting before {access.what} is over",
-                access.warp,
-                access.instruction,
-            )
+            found = words.unawaited(access.what, access.family, access.warp.cta is not cta, cta)
+            self.checks.report(*found, access.warp, access.instruction)
         for bar in self.mbarriers:
             if bar.tx and bar.cta.mbarriers.get(bar.offset) is bar:
-                self.checks.report(
-                    "mbarrier-bytes", f"its CTA exits with {bar.tx} bytes pending ({bar.describe()})",
-                    bar.cta.warps[0], None,
-                )  # fmt: skip
+                self.checks.report(*words.bytes_pending(bar), bar.cta.warps[0], None)

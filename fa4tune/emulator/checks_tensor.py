@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fa4tune.emulator import checks_words as words
 from fa4tune.emulator import operand
 from fa4tune.emulator.checks_cluster import LENIENT, TMEM, TMEM_GROUP, ClusterChecks, Issued
 from fa4tune.emulator.checks_shadow import Access, Index
@@ -61,19 +62,23 @@ def operand_index(
 # -- wgmma
 
 
-def wgmma(c: ClusterChecks, w: Any, item: Any, register_mask: int, poison: Any) -> None:
-    """A warp issues a wgmma: its registers, and the shared memory it will read."""
+def wgmma_registers(c: ClusterChecks, w: Any, item: Any, register_mask: int, poison: Any) -> None:
+    """The registers of a wgmma that a warp issues."""
     agent = w.agent
-    attrs = item.operation.attrs
     if agent.touched & register_mask:
-        c.report(
-            "missing-wgmma-fence", "registers accessed since the last wgmma.fence are given to a wgmma", w
-        )
+        c.report(*words.WGMMA_FENCE, w)
         agent.touched &= ~register_mask
     if item.accumulate:
         flying = agent.flying_mask  # those hold a result soon
         if any(w.registers[i] is poison[i] and not flying >> i & 1 for i in item.accumulators):
-            c.report("uninitialised-register", "an accumulator that nothing wrote is added to", w)
+            c.report(*words.UNSET_ACCUMULATOR, w)
+
+
+def wgmma(c: ClusterChecks, w: Any, item: Any, register_mask: int, poison: Any) -> None:
+    """A warp issues a wgmma: its registers, and the shared memory it will read."""
+    agent = w.agent
+    attrs = item.operation.attrs
+    c.wgmma_registers(w, item, register_mask, poison)
     issue = c.issued(w)
     component, epoch = c.own(agent, "wgmma")
     place = (component, epoch, "wgmma")
@@ -206,8 +211,8 @@ def commit(c: ClusterChecks, w: Any, targets: list[Any]) -> tuple[Issued, int, i
     access_epoch = agent.epoch
     issue = c.departed(w)
     epoch = c.close(agent, "mma")
-    component = agent.own["mma"]
-    access = Access(component, epoch, "mma", w, access_epoch, agent.at, "a commit")
+    component, _ = c.own(agent, "mma")
+    access = Access(component, epoch, "mma", w, access_epoch, agent.at, words.A_COMMIT)
     for cta in targets:
         c.reach(access, cta)
     return issue, component, epoch

@@ -15,6 +15,7 @@ import numpy as np
 
 from fa4tune.emulator import lanes, numpy_alu
 from fa4tune.emulator.cfg import EXIT, Block, Program, registers_of
+from fa4tune.emulator.checks_registers import RegisterPlan
 from fa4tune.emulator.isa import Operation, unsupported
 from fa4tune.emulator.ptx import (
     FloatImmediate,
@@ -106,6 +107,8 @@ def _unpack_halves(x: lanes.Array, n: int) -> list[lanes.Array]:
 
 class Compiler:
     """Makes the functions of a program's blocks, each when it is first needed."""
+
+    plan: RegisterPlan | None = None  #: of a checked run
 
     def __init__(self, program: Program) -> None:
         self.program = program

@@ -70,6 +70,11 @@ def _memory_modifiers(m: Modifiers) -> tuple[str, str, int, str]:
     return semantics, space, width, kind
 
 
+def is_strong(operation: Operation) -> bool:
+    """Whether a load or store may synchronise with others (PTX memory model: strong operations)."""
+    return operation.attrs["semantics"] not in ("weak", "nc")
+
+
 def register_kind(operand: Operand, kind_name: str) -> str:
     """The kind that a load or store uses for a register: as wide as the register, without meaning."""
     if kind_name in TYPE_KIND:

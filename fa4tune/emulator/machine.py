@@ -16,6 +16,7 @@ import numpy as np
 
 from fa4tune.emulator import (
     cfg,
+    checks_words,
     isa_memory,
     isa_mma,
     isa_sync,
@@ -31,6 +32,7 @@ from fa4tune.emulator.blas import single_thread
 from fa4tune.emulator.checks import Checks
 from fa4tune.emulator.checks_cluster import ClusterChecks
 from fa4tune.emulator.checks_compiler import CheckedCompiler
+from fa4tune.emulator.checks_global import GlobalChecks
 from fa4tune.emulator.codegen import SHARED_WINDOW, Compiler
 from fa4tune.emulator.counters import Counters, WarpCounters, collect
 from fa4tune.emulator.findings import FaultError, Finding
@@ -152,8 +154,6 @@ class Cluster:
         self.warps = [w for c in self.ctas for w in c.warps]
         self.barrier.expected = sum(w.threads for w in self.warps)
         self.ready.extend(self.warps)
-        if machine.checks is not None:
-            self.checks = ClusterChecks(machine.checks, self)
 
     def new_cta(self, rank: int, position: tuple[int, int, int]) -> Cta:
         """A CTA of this cluster."""
@@ -214,6 +214,8 @@ class Machine:
         self.counting = counters
         self.trace: list[TraceEvent] | None = [] if trace else None
         self.memory = GlobalMemory(launch.buffers)
+        if self.checks is not None:
+            self.checks.globals = GlobalChecks(self.checks, self.memory.regions)
         self.parameters = self._parameter_block()
         self.cluster_shape = launch.cluster
         self.symbols, self.smem_bytes = self._lay_out_shared()
@@ -234,7 +236,10 @@ class Machine:
 
     def new_cluster(self, first: tuple[int, int, int]) -> Cluster:
         """The cluster whose first CTA has this position, about to run."""
-        return Cluster(self, first)
+        cluster = Cluster(self, first)
+        if self.checks is not None:
+            cluster.checks = ClusterChecks(self.checks, cluster)
+        return cluster
 
     def session(self) -> AbstractContextManager[None]:
         """What surrounds the run of all clusters."""
@@ -315,6 +320,9 @@ class Machine:
                 warp.cluster.checks.atomic(warp, cta, start, size * width)
             return cta.smem.views[size].view(dtype), start // size
         index, offset = self.memory.find(address, size * width, True)
+        if warp.cluster.checks is not None:
+            at = np.array([address], np.uint64)
+            warp.cluster.checks.global_access(warp, at, size * width, True, True, checks_words.GLOBAL_ATOMIC)
         return self.memory.view(index, size).view(dtype), offset // size
 
     def bytes_at(self, address: int, nbytes: int) -> bytes:
@@ -421,7 +429,7 @@ def run(
         counters: count instructions, bytes and matrix operations per warp.
         trace: record every arrival and every wait at every barrier.
         check: look for races, missing fences and waits, and reads of what was never written
-            (:data:`fa4tune.emulator.checks.KINDS`). Runs the plain code.
+            (:data:`fa4tune.emulator.checks.KINDS`).
         waivers: names of :data:`fa4tune.emulator.checks.WAIVERS`; what they cover gets the severity
             ``waived``.
         progress: called with (clusters done, clusters in all).
@@ -438,14 +446,10 @@ def run(
         EmulationError: PTX or a launch outside of the model.
     """
     module, compiler = load(ptx, launch.entry, check)
-    if check:
-        if backend == "native":
-            raise EmulationError("the native back-end has no checks; leave backend out, or take plain")
-        machine = Machine(
-            module, compiler, launch, late=late, counters=counters, trace=trace, waivers=waivers
-        )
-    else:
-        machine = _machine(backend, module, compiler, launch, late=late, counters=counters, trace=trace)
+    machine = _machine(
+        backend, module, compiler, launch, late=late, counters=counters, trace=trace,
+        waivers=waivers if check else None,
+    )  # fmt: skip
     result = Result(findings=machine.findings, trace=machine.trace)
     shape = machine.cluster_shape
     gx, gy, gz = (g // c for g, c in zip(launch.grid, shape, strict=True))

@@ -34,6 +34,15 @@ def complete(w: Any, bar: MBarrier, nbytes: int) -> None:
     bar.complete(nbytes)
 
 
+def _tell_box(
+    w: Any, tmap: tensor_map.TensorMap, coordinates: tuple[int, ...], write: bool, atomic: bool, what: str
+) -> None:
+    """Tell the checks about the part of a box that lies in global memory."""
+    found = tensor_map.rows_inside(tmap, coordinates)
+    if found is not None:
+        w.cluster.checks.global_access(w, *found, write, atomic, what)
+
+
 def ranks_of(mask: int, size: int) -> list[int]:
     """CTA ranks of a multicast mask."""
     ranks = [r for r in range(16) if mask >> r & 1]
@@ -86,6 +95,8 @@ def _tma_load(operation: Operation) -> RuntimeFunction:
             signals.append((w.cluster.cta(target), w.cluster.cta(signal).mbarrier(bar_where)))
         w.count_bytes("tma_read", nbytes)
         checks = w.cluster.checks
+        if checks is not None:
+            _tell_box(w, tmap, coordinates, False, False, "a tensor load")
         issue = None if checks is None else checks.departed(w)
 
         def run() -> None:
@@ -145,6 +156,8 @@ def _tma_store(operation: Operation) -> RuntimeFunction:
             start = w.cta.smem.check(shared & OFFSET_MASK, tmap.box_bytes, "a tensor store")
             inside = all(0 <= c <= n - b for c, b, n in zip(coordinates, tmap.box, tmap.sizes, strict=True))
             w.cluster.checks.bulk_read(w, lane, start, tmap.box_bytes, "a tensor store", inside)
+            what = "a tensor store" if reduction is None else "a tensor reduction"
+            _tell_box(w, tmap, coordinates, True, reduction is not None, what)
         add_to_group(w, lane, operation, run, f"a tensor store of {tmap.box_bytes} bytes")
 
     return store
@@ -244,6 +257,10 @@ def _bulk_copy(operation: Operation) -> RuntimeFunction:
                 old[:] = result.view(np.uint8)
 
         checks = w.cluster.checks
+        if checks is not None and "global" in (of, to):
+            at = np.array([src if of == "global" else dst], np.uint64)
+            what = "a bulk copy" if reduction is None else "a bulk reduction"
+            checks.global_access(w, at, nbytes, to == "global", reduction is not None, what)
         issue = None if checks is None else checks.departed(w)
         if group and checks is not None:
             _, start = _resolve_bulk(w, src, nbytes, False)
@@ -306,6 +323,10 @@ def _cp_async(operation: Operation) -> RuntimeFunction:
         if w.cluster.checks is not None:
             w.cta.smem.check(int((targets & OFFSET_MASK).min()), 1, "cp.async")
             w.cta.smem.check(int((targets & OFFSET_MASK).max()), size, "cp.async")
+            for n in dict.fromkeys(counts):
+                if n:
+                    some = origins[np.array(counts) == n].astype(np.uint64)
+                    w.cluster.checks.global_access(w, some, n, False, False, "a cp.async")
             w.cluster.checks.copied(w, (targets & OFFSET_MASK) - SMEM_BASE, size)
         pending = Pending(run, (), f"cp.async of {size} bytes a lane", operation.instruction, w)
         if w.cluster.units.late:
@@ -367,7 +388,7 @@ def _cp_mbarrier(operation: Operation) -> RuntimeFunction:
                     perform(pending)
                 earlier.clear()
                 if checks is not None:
-                    checks.completed(issue, bar, w.agent.own["copy"], group)
+                    checks.completed(issue, bar, checks.own(w.agent, "copy")[0], group)
                 note(w, "arrive", bar, bar.phase, n, warp=-1)
                 bar.arrive(n)
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from fa4tune.emulator import lanes
+from fa4tune.emulator import checks_words, lanes
 from fa4tune.emulator.codegen import PARAM_WINDOW, SHARED_WINDOW, RuntimeFunction, runtime
 from fa4tune.emulator.findings import FaultError
 from fa4tune.emulator.isa import Operation, unsupported
+from fa4tune.emulator.isa_memory import is_strong
 from fa4tune.emulator.lanes import F4, U2, U4, U8, Array
 from fa4tune.emulator.memory import (
     LOCAL_WINDOW,
@@ -82,11 +83,13 @@ def _ld_param(operation: Operation) -> RuntimeFunction:
     return load
 
 
-def _global_load(w: Any, addresses: Array, size: int, count: int) -> Array:
+def _global_load(w: Any, addresses: Array, size: int, count: int, strong: bool = False) -> Array:
     """Words of active lanes from global memory, shape (count, lanes)."""
     require_aligned(addresses, size * count)
     memory = w.machine.memory
     groups = memory.locate(addresses, size * count, False)
+    if w.cluster.checks is not None:
+        w.cluster.checks.global_access(w, addresses, size * count, False, strong, checks_words.GLOBAL_READ)
     out = np.empty((count, len(addresses)), UNSIGNED[size])
     for index, offsets, which in groups:
         view = memory.view(index, size)
@@ -97,10 +100,15 @@ def _global_load(w: Any, addresses: Array, size: int, count: int) -> Array:
     return out
 
 
-def _global_store(w: Any, addresses: Array, values: list[Array], size: int) -> None:
+def _global_store(w: Any, addresses: Array, values: list[Array], size: int, strong: bool = False) -> None:
     require_aligned(addresses, size * len(values))
     memory = w.machine.memory
-    for index, offsets, which in memory.locate(addresses, size * len(values), True):
+    groups = memory.locate(addresses, size * len(values), True)
+    if w.cluster.checks is not None:
+        w.cluster.checks.global_access(
+            w, addresses, size * len(values), True, strong, checks_words.GLOBAL_WRITE
+        )
+    for index, offsets, which in groups:
         view = memory.view(index, size)
         words = (offsets // np.uint64(size)).astype(np.int64)
         for j, value in enumerate(values):
@@ -183,6 +191,7 @@ def _ld(operation: Operation) -> RuntimeFunction:
     size, offset, space = attrs["size"], attrs["offset"], attrs["space"]
     count = len(operation.dst)
     kinds = operation.dst_kinds
+    strong = is_strong(operation)
     same_kinds = len(set(kinds)) == 1 and _REGISTER_BYTES[kinds[0]] == size
 
     def load(w: Any, m: Array | None, base: Array) -> Any:
@@ -201,7 +210,7 @@ def _ld(operation: Operation) -> RuntimeFunction:
         if where.startswith("shared"):
             return shared_load(w, addresses, size, count, where == "shared::cluster")
         if where == "global":
-            return _global_load(w, addresses, size, count)
+            return _global_load(w, addresses, size, count, strong)
         if where == "local":
             return w.local_load(addresses & np.uint64(LOCAL_WINDOW - 1), size, count)
         if where != "generic":
@@ -223,6 +232,7 @@ def _ld(operation: Operation) -> RuntimeFunction:
 def _st(operation: Operation) -> RuntimeFunction:
     attrs = operation.attrs
     size, offset, space = attrs["size"], attrs["offset"], attrs["space"]
+    strong = is_strong(operation)
 
     def store(w: Any, m: Array | None, base: Array, *values: Array) -> None:
         which = active(m)
@@ -235,7 +245,7 @@ def _st(operation: Operation) -> RuntimeFunction:
         if where.startswith("shared"):
             shared_store(w, addresses, values, size, where == "shared::cluster")
         elif where == "global":
-            _global_store(w, addresses, values, size)
+            _global_store(w, addresses, values, size, strong)
         elif where == "local":
             w.local_store(addresses & np.uint64(LOCAL_WINDOW - 1), values, size)
         elif where == "generic":

@@ -25,6 +25,7 @@ from fa4tune.emulator.ptx import Register
 from fa4tune.emulator.runtime_copy import ranks_of
 from fa4tune.emulator.runtime_memory import shared_store
 from fa4tune.emulator.runtime_sync import OFFSET_MASK, active_list, note, uniform, window_offset
+from fa4tune.emulator.tensor_memory import WantedColumns
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,11 +264,13 @@ def _alloc(operation: Operation) -> RuntimeFunction:
     def alloc(w: Any, m: Array | None, base: Array, columns: Array) -> Any:
         if m is not None:
             raise FaultError("partial-mask", "tcgen05.alloc with idle lanes")
-        first = w.cta.tmem.allocate(uniform(None, columns, "a number of columns"))
+        wanted = uniform(None, columns, "a number of columns")
+        first = w.cta.tmem.allocate(wanted)
         if first is None:
             w.cta.tmem.waiters.append(w)
-            w.block(w.cta.tmem)
+            w.block(WantedColumns(w.cta.tmem, wanted))
             return None
+        w.cta.tmem.holders[first] = f"warp {w.index} since PTX line {operation.instruction.line}"
         if w.cluster.checks is not None:
             checks_tensor.allocated(w.cluster.checks, w, w.cta, first, w.cta.tmem.blocks[first], group)
         address = window_offset(base, offset)[:1].astype(U4)

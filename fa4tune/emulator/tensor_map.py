@@ -96,6 +96,18 @@ def _clip(tmap: TensorMap, coordinates: tuple[int, ...]) -> tuple[list[int], lis
     return first, count
 
 
+def rows_inside(tmap: TensorMap, coordinates: tuple[int, ...]) -> tuple[Array, int] | None:
+    """Addresses (uint64) and bytes of the rows of a box's part inside the tensor; None if it is empty."""
+    clipped = _clip(tmap, coordinates)
+    if clipped is None:
+        return None
+    first, count = clipped
+    at = np.array([tmap.address + sum(f * s for f, s in zip(first, tmap.strides, strict=True))], np.uint64)
+    for n, stride in zip(count[1:], tmap.strides[1:], strict=True):
+        at = (np.arange(n, dtype=np.uint64)[:, None] * np.uint64(stride) + at).ravel()
+    return at, count[0] * tmap.nbytes
+
+
 def _global_box(memory: Any, tmap: TensorMap, first: list[int], count: list[int], write: bool) -> Array:
     """A strided view (outermost dimension first) of a box in global memory."""
     address = tmap.address + sum(f * s for f, s in zip(first, tmap.strides, strict=True))

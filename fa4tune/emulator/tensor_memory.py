@@ -19,6 +19,7 @@ class TensorMemory:
         self.cta = cta
         self.words: Array | None = None
         self.blocks: dict[int, int] = {}  # first column -> number of columns
+        self.holders: dict[int, str] = {}  # first column -> who allocated it, and where
         self.relinquished = False
         self.waiters: list[Any] = []
 
@@ -29,13 +30,19 @@ class TensorMemory:
             self.words = np.full((COLUMNS, LANES), 0xFFFFFFFF, np.uint32)
         return self.words
 
-    def describe(self) -> str:
-        """Allocation state, for a deadlock's report."""
-        return f"TMEM of CTA {self.cta.label} with columns {self.allocated() or 'none'} allocated"
-
     def allocated(self) -> list[str]:
         """Column ranges in use."""
         return [f"{a}..{a + n - 1}" for a, n in sorted(self.blocks.items())]
+
+    def held(self) -> str:
+        """Who holds which columns, in words."""
+        if not self.blocks:
+            return "none is allocated"
+        parts = [
+            f"{first}..{first + n - 1} are held by {self.holders.get(first, 'nobody')}"
+            for first, n in sorted(self.blocks.items())
+        ]
+        return ", ".join(parts)
 
     def allocate(self, columns: int) -> int | None:
         """First fit; None if the caller must wait."""
@@ -72,4 +79,19 @@ class TensorMemory:
             "out-of-bounds",
             f"{what} at TMEM columns {column}..{column + count - 1}, "
             f"allocated are {self.allocated() or 'none'}",
+        )
+
+
+class WantedColumns:
+    """What a warp waits for in ``tcgen05.alloc``."""
+
+    def __init__(self, tmem: TensorMemory, columns: int) -> None:
+        self.tmem = tmem
+        self.columns = columns
+
+    def describe(self) -> str:
+        """For a deadlock's report."""
+        return (
+            f"{self.columns} free columns in a row of the {COLUMNS} of CTA {self.tmem.cta.label}'s TMEM, "
+            f"of which {self.tmem.held()}"
         )

@@ -288,8 +288,9 @@ def default_config(problem: AttentionProblem, arch: str) -> KernelConfig:
     """The config that a problem's class gets without a search.
 
     Blackwell: the choices of FlashAttention-4 (upstream 4.0.0b36 tuning table; off-emulation on ``sm_103a``).
-    Hopper: the tiles of FlashAttention-3/-4 on this architecture, with warpgroups taking turns, which is
-    faster in every class measured on an H200.
+    Hopper: what is fastest, or nearly so, over all lengths measured of a class on an H200
+    (``studies/campaign.py``): a rescale threshold, a persistent grid, and for causal masks smaller tiles at
+    head dim 64 and warpgroups without turns at 128.
 
     Raises:
         ConfigError: no kernel exists for the architecture.
@@ -298,16 +299,31 @@ def default_config(problem: AttentionProblem, arch: str) -> KernelConfig:
         raise ConfigError(f"no forward kernel exists for {arch!r}; use one of {', '.join(CONFIGS)}")
     causal = problem.mask_kind != "full"
     if arch == "sm_90a":
-        largest = max(problem.head_dim, problem.head_dim_v)
-        # dims over 128 leave no SMEM for an O of its own, which a persistent loop needs
-        return SM90ForwardConfig(
-            tile_m=128 if largest > 64 else 192,
-            tile_n=128 if largest <= 128 else 96 if problem.head_dim_v <= 128 else 80,
-            kv_stages=2,
-            ping_pong=True,
-            scheduler="lpt" if causal else "persistent" if largest <= 128 else "single",
-        )
+        return _default_sm90(problem, causal)
     return _default_sm100(problem, causal, doubled_exp=arch == "sm_103a")
+
+
+LONG = 16384
+"""Query rows of a causal sequence from which a static grid no longer balances on a Hopper GPU."""
+
+
+def _default_sm90(problem: AttentionProblem, causal: bool) -> SM90ForwardConfig:
+    largest = max(problem.head_dim, problem.head_dim_v)
+    if largest <= 64:
+        tile_m, tile_n, stages = (256, 64, 3) if causal else (192, 128, 2)
+    else:
+        tile_m, stages = 128, 2
+        tile_n = 128 if largest <= 128 else 96 if problem.head_dim_v <= 128 else 80
+    # dims over 128 leave no SMEM for an O of its own, which a persistent loop needs
+    persistent = largest <= 128 and not (causal and problem.seqlen_q >= LONG)
+    return SM90ForwardConfig(
+        tile_m=tile_m,
+        tile_n=tile_n,
+        kv_stages=stages,
+        ping_pong=not causal or largest != 128,
+        rescale_threshold=8.0,
+        scheduler="persistent" if persistent else "lpt" if causal else "single",
+    )
 
 
 def _default_sm100(problem: AttentionProblem, causal: bool, doubled_exp: bool) -> SM100ForwardConfig:

@@ -12,6 +12,7 @@ from fa4tune.kernels.plan import KernelPlan, Unit
 from fa4tune.kernels.program import build_plan
 from fa4tune.model.predict import Prediction, predict
 from fa4tune.model.roofline import iteration_work, problem_work, roofline, smem_cycles, unit_cycles
+from fa4tune.model.scaling import elasticities
 
 UNIT_NAMES = {
     Unit.TENSOR: "tensor cores",
@@ -25,6 +26,18 @@ UNIT_NAMES = {
     Unit.HBM: "HBM",
 }
 """Words for people."""
+
+
+RATE_NAMES = {
+    "mma": "tensor cores",
+    "exp": "exponential unit",
+    "issue": "instruction issue",
+    "smem": "shared memory",
+    "tmem": "tensor memory",
+    "l2": "L2",
+    "hbm": "HBM",
+}
+"""Words for the rates of :data:`fa4tune.model.scaling.ELASTIC`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +59,7 @@ class Explanation:
     ``smem_paths``. ``hbm_cycles`` is the same iteration's share of the problem's compulsory HBM traffic.
     ``flops_per_byte`` is the problem's own arithmetic intensity, whatever kernel runs it: exact FLOPs over
     compulsory bytes; below ``ridge_flops_per_byte`` (peak over HBM bandwidth) no kernel is compute-bound.
+    ``gains`` is, for each rate of the GPU, the percent of speed that one percent more of it gives.
     """
 
     plan: KernelPlan
@@ -58,6 +72,7 @@ class Explanation:
     roofline_tflops: float
     flops_per_byte: float
     ridge_flops_per_byte: float
+    gains: dict[str, float]
     changes: tuple[KnobChange, ...]
 
     @property
@@ -93,7 +108,16 @@ class Explanation:
             },
             "tile": {"rows": self.plan.tile_rows, "keys": self.plan.tile_n},
             "utilisation": {str(u): share for u, share in self.prediction.utilisation.items()},
+            "period_cycles": self.prediction.period,
+            "clock_mhz": self.prediction.clock_mhz,
+            "breakdown_us": dict(self.prediction.breakdown),
             "critical_cycle": list(self.prediction.critical_cycle),
+            "critical_steps": [
+                {"operation": s.operation, "cycles": s.cycles, "then": s.why, "tiles": s.distance}
+                for s in self.prediction.steps
+            ],
+            "gains": self.gains,
+            "in_words": in_words(self),
             "budgets": {
                 "smem_bytes": resources.smem_bytes,
                 "smem_limit": resources.smem_limit,
@@ -118,6 +142,53 @@ class Explanation:
         }
 
 
+def in_words(explanation: Explanation) -> str:
+    """What binds and what would help, in sentences for somebody who sees such a kernel for the first time."""
+    plan, prediction = explanation.plan, explanation.prediction
+    bound = prediction.bound
+    share, busiest = max((share, unit) for unit, share in prediction.utilisation.items())
+    rows = plan.tile_rows // plan.ctas_per_tile
+    step = (
+        f"a CTA works through {plan.tile_n} keys for {rows} query rows in {prediction.period:.0f} cycles, "
+        f"again and again"
+    )
+    chain = " -> ".join(prediction.critical_cycle)
+    if bound == "launch":
+        text = (
+            f"The kernel is so short that launching it takes {prediction.breakdown['launch']:.2g} of its "
+            f"{prediction.microseconds:.2g} us; more work a launch is what helps."
+        )
+    elif bound == "memory":
+        text = (
+            "Reading q, k and v from HBM and writing the output takes longer than all that is computed with "
+            "them: no config changes that, fewer or narrower bytes do."
+        )
+    elif bound == "latency chain":
+        text = (
+            f"No unit is full: the busiest, {UNIT_NAMES[busiest]}, works {share:.0%} of the time. What takes "
+            f"the time is a chain of operations that wait for one another, {chain}: {step}, because the "
+            f"chain is that long. Only what shortens the chain, or keeps more of them in flight, helps."
+        )
+    else:
+        text = f"The {bound} cannot do more"
+        if bound == UNIT_NAMES[Unit.SMEM] and busiest == Unit.TENSOR:
+            text = (
+                "The tensor cores cannot do more, because they wait for operands in shared memory while "
+                "copies and threads use it"
+            )
+        text += (
+            f": {step}, and nothing else is as busy. Work taken off them, or more of them, helps; the rest "
+            f"hides behind."
+        )
+        if chain:
+            text += f" A chain about as long: {chain}."
+    most = sorted(explanation.gains.items(), key=lambda g: -g[1])[:3]
+    gains = ", ".join(f"{RATE_NAMES[rate]} {gain:.2f}%" for rate, gain in most if gain >= 0.05)
+    if gains:
+        text += f" One percent more of a rate would make it faster by: {gains}."
+    return text
+
+
 def explain(plan: KernelPlan, gpu: Gpu, *, changes: bool = True) -> Explanation:
     """Explain ``plan`` on ``gpu``; ``changes=False`` leaves out the knob-by-knob what-if.
 
@@ -130,6 +201,7 @@ def explain(plan: KernelPlan, gpu: Gpu, *, changes: bool = True) -> Explanation:
     iterations = max(1e-9, problem_work(plan).mma_flops / max(1, work.mma_flops))
     hbm_per_clock = gpu.hbm_bytes_per_clk
     prediction = predict(plan, gpu)
+    assert isinstance(plan.config, KernelConfig)
     return Explanation(
         plan=plan,
         gpu=gpu,
@@ -147,6 +219,7 @@ def explain(plan: KernelPlan, gpu: Gpu, *, changes: bool = True) -> Explanation:
         roofline_tflops=plan.problem.flops() / bounds.time * 1e-12,
         flops_per_byte=plan.problem.flops() / plan.problem.compulsory_bytes(),
         ridge_flops_per_byte=gpu.peak_tflops * 1e3 / gpu.hbm_gbytes_per_s,
+        gains=elasticities(plan.problem, plan.config, gpu),
         changes=knob_changes(plan, gpu, prediction.microseconds) if changes else (),
     )
 

@@ -21,6 +21,10 @@ END_TILES = 4
 """Tiles a CTA of which the end of an unsorted schedule is simulated; before them loads are even."""
 
 
+PLAYED_TILES = 256
+"""Tiles a CTA up to which a schedule is played whole; of a longer one the end, loads before it being even."""
+
+
 @dataclass(frozen=True, slots=True)
 class Makespan:
     """What the last CTA to finish does: ``tiles``, ``iterations`` and the masked ones among them.
@@ -93,11 +97,20 @@ def _last(
 ) -> tuple[float, float, float]:
     """(tiles, iterations, masked iterations) of the place that finishes last; costs in quarters."""
     jobs = [(4 * total + overhead + masked * hidden, total, hidden) for total, hidden in trips]
+    unit = section if longest_first else 1  # copies that leave the order of the others as it is
+    before = max(0, copies // unit - ceil_div(PLAYED_TILES * places, unit * len(jobs))) * unit
     if persistent:
-        return _static(jobs, copies, places, longest_first, section)
-    if longest_first:
-        return _greedy_runs(jobs, copies, places, section)
-    return _greedy(jobs, copies, places)
+        tiles, iterations, hidden = _static(jobs, copies - before, places, longest_first, section)
+    elif longest_first:
+        tiles, iterations, hidden = _greedy_runs(jobs, copies - before, places, section)
+    else:
+        tiles, iterations, hidden = _greedy(jobs, copies - before, places)
+    even = before / places
+    return (
+        tiles + even * len(jobs),
+        iterations + even * sum(job[1] for job in jobs),
+        hidden + even * sum(job[2] for job in jobs),
+    )
 
 
 def _static(

@@ -123,6 +123,9 @@ def flash_attn_func(
         CompileError: the kernel did not compile.
     """
     global _last
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        name, value = next((n, t) for n, t in zip("qkv", (q, k, v), strict=True) if not isinstance(t, Tensor))
+        raise ProblemError(f"{name} is a {type(value).__name__}; give a torch.Tensor")
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise LaunchError(
             "flash_attn_func is forward only and an input requires a gradient; call it under torch.no_grad() "

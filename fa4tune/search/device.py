@@ -27,7 +27,8 @@ FLUSH_BYTES = 256 << 20
 GRAPH_REPEATS = 10
 """Kernels in one graph; a sample is the graph's time, less that of one of flushes only, over this."""
 
-WARM_UP_SECONDS = 0.3
+WARM_UP_SECONDS = 1.0
+"""Turns before the first that counts: the clock follows the power of about the last second."""
 
 SENSOR_MILLISECONDS = 50
 """Between two readings of clock, power and temperature."""
@@ -141,26 +142,20 @@ class CudaBackend:
         torch.cuda.synchronize()
 
     def rounds(self, calls: Sequence[Call], count: int, graph: bool) -> Iterator[list[float]]:
-        """See :class:`Backend`. One sample is a kernel between two events, or a share of a graph replay."""
-        self._warm_up(calls)
+        """See :class:`Backend`. One sample is a kernel between two events, or a share of a graph replay.
+
+        Turns of the first second warm up and do not count.
+        """
         timed = self._graph_turns(calls) if graph else self._event_turns(calls)
-        for turn in range(count):
+        start, turn = time.monotonic(), 0
+        while turn < count:
             samples = [0.0] * len(calls)
             order = [(turn + i) % len(calls) for i in range(len(calls))]
             for index, microseconds in timed(order):
                 samples[index] = microseconds
-            yield samples
-
-    def _warm_up(self, calls: Sequence[Call]) -> None:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        elapsed = 0.0
-        while elapsed < WARM_UP_SECONDS * 1e3:
-            start.record()
-            for call in calls:
-                call()
-            end.record()
-            end.synchronize()
-            elapsed += max(start.elapsed_time(end), 0.1)
+            if time.monotonic() - start >= WARM_UP_SECONDS:
+                yield samples
+                turn += 1
 
     def _event_turns(self, calls: Sequence[Call]) -> Callable[[list[int]], list[tuple[int, float]]]:
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in calls]

@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib import resources
+from pathlib import Path
 
+import matplotlib.image
 import pytest
+
+from fa4tune.table.store import Table
 
 PROBLEM = "b4_hq16_hk16_sq8192_sk8192_d128_dv128_bf16_causal_fwd"
 
@@ -61,6 +66,57 @@ def test_default_config_of_blackwell_is_that_of_flash_attention_4() -> None:
     config = _json(PROBLEM)["config"]
     assert (config["tile_n"], config["q_tiles"], config["cta_group"]) == (128, 2, 1)
     assert (config["exp2_share"], config["exp2_degree"], config["rescale_threshold"]) == (0.125, 3, 8.0)
+
+
+def test_gpus_and_configs_side_by_side() -> None:
+    answer = _json(PROBLEM, "--gpu", "h200", "--gpu", "b200")
+    alone = [_json(PROBLEM, "--gpu", gpu) for gpu in ("h200", "b200")]
+    for case, single in zip(answer["cases"], alone, strict=True):
+        assert case["gpu"] == single["gpu"]
+        assert case["predicted_us"] == single["predicted_us"]
+    text = _run("explain", PROBLEM, "--gpu", "h200", "--config", "default", "--config", "tile_n=96")
+    assert text.returncode == 0, text.stderr
+    assert "tile_n=96" in text.stdout
+    assert "speed against the first" in text.stdout
+
+
+def test_critical_steps_add_up_to_the_period() -> None:
+    for gpu in ("h200", "b200"):
+        answer = _json(PROBLEM, "--gpu", gpu)
+        steps = answer["critical_steps"]
+        whole = sum(step["cycles"] for step in steps) / sum(step["tiles"] for step in steps)
+        assert whole == pytest.approx(answer["period_cycles"], rel=0.03)
+        assert [*dict.fromkeys(step["operation"] for step in steps)] == answer["critical_cycle"]
+
+
+def test_measured_time_of_the_table_stands_beside_the_prediction(tmp_path: Path) -> None:
+    table = Table(tmp_path, fallback=[resources.files("fa4tune.table") / "data"])  # type: ignore[list-item]
+    entry = next(
+        e for _, e in table.entries() if e.source == "measured" and e.hardware_key.startswith("sm_90a")
+    )
+    answer = _json(entry.problem, "--gpu", "h200", "--config", "tuned")
+    assert answer["config"] == entry.kernel_config().as_dict()
+    assert answer["measured_us"] == entry.median_us
+    assert answer["error"] == pytest.approx(answer["predicted_us"] / entry.median_us - 1)
+    other = _json(entry.problem, "--gpu", "h200", "--config", "tile_n=48,rescale_threshold=3")
+    assert other["measured_us"] is None
+    assert other["tuned"]["measured_us"] == entry.median_us
+    nothing = _run("explain", entry.problem, "--gpu", "b200", "--config", "tuned", "--table", str(tmp_path))
+    assert nothing.returncode == 2
+    assert "no table has an entry" in nothing.stderr
+
+
+@pytest.mark.parametrize("gpus", [("h200",), ("h200", "b200", "b300")])
+def test_plot(tmp_path: Path, gpus: tuple[str, ...]) -> None:
+    path = tmp_path / "bound.png"
+    arguments = [word for gpu in gpus for word in ("--gpu", gpu)]
+    done = _run("explain", PROBLEM, *arguments, "--plot", str(path))
+    assert done.returncode == 0, done.stderr
+    picture = matplotlib.image.imread(path)
+    assert len({tuple(colour) for colour in picture.reshape(-1, picture.shape[-1])[::7]}) > 10
+    refused = _run("explain", PROBLEM, "--plot", str(tmp_path / "bound.bmp"))
+    assert refused.returncode == 2
+    assert "no picture's name" in refused.stderr
 
 
 def test_config_changes_the_prediction_and_refusals_name_numbers() -> None:

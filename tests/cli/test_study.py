@@ -36,6 +36,18 @@ def test_arguments_after_the_name_are_the_studys(
     assert "['--scale', 'exp=2']" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("word", ["--help", "-h"])
+def test_help_is_the_verbs_or_the_studys(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], word: str
+) -> None:
+    assert run(monkeypatch, word) in (0, None)
+    assert "Run a study with the arguments" in capsys.readouterr().out
+    assert run(monkeypatch, "asymmetric-scaling", word) in (0, None)
+    shown = capsys.readouterr().out
+    assert "--scale" in shown
+    assert "Run a study with the arguments" not in shown
+
+
 def test_unknown_study_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from fa4tune.emulator.launch import Launch
 from fa4tune.emulator.machine import Result, run
 from tests.emulator.emulator_harness import kernel, launch_of
 
@@ -20,6 +22,7 @@ class Kernel:
     target: str = "sm_100a"
     shared: int = 32768
     words: int = 8192
+    clusters: int = 1
 
     def ptx(self, *edits: tuple[str, str]) -> str:
         """The text, each edit a piece that occurs once and what takes its place."""
@@ -29,17 +32,20 @@ class Kernel:
             body = body.replace(old, new)
         return kernel(body, 2, shared=self.shared, target=self.target)
 
-    def run(self, *edits: tuple[str, str], late: int | None = None, waivers: tuple[str, ...] = ()) -> Result:
-        """Run it under the checks, with edits."""
+    def launch(self) -> Launch:
+        """Its launch on fresh buffers."""
         arrays = [np.ones(self.words, np.uint32), np.zeros(self.words, np.uint32)]
-        launch = launch_of(
+        return launch_of(
             arrays,
             threads=self.threads,
-            grid=(self.ctas, 1, 1),
+            grid=(self.ctas * self.clusters, 1, 1),
             cluster=(self.ctas, 1, 1),
             shared=self.shared,
         )
-        return run(self.ptx(*edits), launch, check=True, late=late, waivers=waivers)
+
+    def run(self, *edits: tuple[str, str], **options: Any) -> Result:
+        """Run it under the checks, with edits and options of ``run``."""
+        return run(self.ptx(*edits), self.launch(), check=True, **options)
 
 
 def wait(barrier: str, parity: int, label: str) -> str:
@@ -213,6 +219,27 @@ ld.shared.b32 %r20, [%r1];
     ctas=2,
 )
 
+#: Two CTAs, each with its own words of a buffer, and a counter for both.
+GLOBAL = Kernel(
+    SETUP
+    + """
+mov.u32 %r40, %ctaid.x;
+mul.wide.u32 %d5, %r40, 256;
+mul.wide.u32 %off, %tid, 4;
+xor.b32 %r42, %tid, 32;
+mul.wide.u32 %d6, %r42, 4;
+add.s64 %a0, %b1, %off;
+add.s64 %a1, %b1, %d6;
+add.s64 %a0, %a0, %d5; // its own
+add.s64 %a1, %a1, %d5; // its other warp's
+st.global.b32 [%a0], %r4;
+bar.sync 0; // stored
+ld.global.b32 %r43, [%a1];
+@%p2 atom.global.add.u32 %r44, [%b1+4096], 1;
+""",
+    clusters=2,
+)
+
 ALL = {
-    "exchange": EXCHANGE, "copies": COPIES, "cp_async": CP_ASYNC, "wgmma": WGMMA, "tcgen05": TCGEN05, "pair": PAIR,
+    "global": GLOBAL, "exchange": EXCHANGE, "copies": COPIES, "cp_async": CP_ASYNC, "wgmma": WGMMA, "tcgen05": TCGEN05, "pair": PAIR,
 }  # fmt: skip

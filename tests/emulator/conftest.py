@@ -8,7 +8,7 @@ from fa4tune.emulator.native.backend import unavailable
 
 BOTH = (
     "test_integer_instructions", "test_float_instructions", "test_memory_and_warps",
-    "test_asynchronous_copies", "test_matrix_instructions",
+    "test_asynchronous_copies", "test_matrix_instructions", "test_checks",
 )  # fmt: skip
 
 

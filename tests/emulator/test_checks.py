@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fa4tune.emulator.checks import KINDS, WAIVERS
 from fa4tune.errors import EmulationError
-from tests.emulator.checked_kernels import ALL, COPIES, CP_ASYNC, EXCHANGE, PAIR, TCGEN05, WGMMA, Kernel, wait
+from tests.emulator.checked_kernels import (
+    ALL,
+    COPIES,
+    CP_ASYNC,
+    EXCHANGE,
+    GLOBAL,
+    PAIR,
+    TCGEN05,
+    WGMMA,
+    Kernel,
+    wait,
+)
 
 #: Kernel, kind of finding, text of the line it must point at, and the edits that make the fault.
 FAULTS: dict[str, tuple[Kernel, str, str, list[tuple[str, str]]]] = {
@@ -125,6 +138,18 @@ FAULTS: dict[str, tuple[Kernel, str, str, list[tuple[str, str]]]] = {
         TCGEN05, "unawaited-commit", "tcgen05.commit", [("tcgen05.fence::after_thread_sync; // of D", "tcgen05.fence::after_thread_sync;\n"
          "@%p2 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r100+8];")],
     ),
+    "words of another CTA written": (GLOBAL, "global-race", "st.global", [("add.s64 %a0, %a0, %d5; // its own", "")]),
+    "words of another CTA read": (
+        GLOBAL, "global-race", "ld.global", [("add.s64 %a1, %a1, %d5; // its other warp's", "")],
+    ),
+    "words of another warp read too early": (GLOBAL, "global-race", "ld.global", [("bar.sync 0; // stored", "")]),
+    "plain store beside atomics": (
+        GLOBAL, "global-race", "st.global.b32 [%b1+4096]",
+        [("bar.sync 0; // stored", "bar.sync 0;\n@%p2 st.global.b32 [%b1+4096], %r4;")],
+    ),
+    "bytes of a word that another CTA writes": (
+        GLOBAL, "global-race", "st.global.b8", [("bar.sync 0; // stored", "bar.sync 0;\nst.global.b8 [%b1+1033], %r4;")],
+    ),
     "memory of a CTA that may have exited": (
         PAIR, "exited-cta", "st.shared::cluster", [("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\nld.shared.b32 %r20, [%r1];", "")],
     ),
@@ -169,6 +194,19 @@ def test_a_race_is_found_although_the_schedule_hides_it() -> None:
     assert "st.shared" in findings[0].details[0]
 
 
+def test_a_deadlocked_allocation_names_who_holds_the_columns() -> None:
+    base, _, _, edits = FAULTS["allocation that overlaps"]
+    finding = next(f for f in base.run(*edits).findings if f.kind == "deadlock")
+    blocked = next(d for d in finding.details if "tcgen05.alloc" in d)
+    held = (
+        base.ptx(*edits)
+        .splitlines()
+        .index("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r0+16400], 64;")
+    )
+    assert "waiting for 512 free columns in a row of the 512 of CTA (0, 0, 0)'s TMEM" in blocked
+    assert f"0..63 are held by warp 0 since PTX line {held + 1}" in blocked
+
+
 def test_neighbouring_bytes_are_no_race() -> None:
     body = EXCHANGE.body.replace(
         "bar.sync 0; // written",
@@ -188,6 +226,36 @@ def test_findings_name_role_and_source_line() -> None:
     assert finding.where.startswith("cta (0, 0, 0) warp 0")
     assert "warpgroup 0" in finding.where
     assert "a bulk copy at PTX line" in finding.details[0]
+
+
+def test_bulk_stores_of_two_ctas_to_the_same_memory_race() -> None:
+    base = replace(COPIES, clusters=2)
+    findings = base.run().findings
+    assert {f.kind for f in findings} == {"global-race"}
+    assert all("cp.async.bulk.global" in f.text and "in another CTA" in f.message for f in findings)
+
+
+def test_neighbouring_bytes_of_two_ctas_are_no_race() -> None:
+    edit = "bar.sync 0;\n@%p2 st.global.b8 [%a2], %r4;"
+    place = (
+        "bar.sync 0; // stored",
+        f"cvt.u64.u32 %d7, %r40;\nadd.s64 %d7, %d7, %b1;\nadd.s64 %a2, %d7, 2048;\n{edit}",
+    )
+    assert [str(f) for f in GLOBAL.run(place).findings] == []
+
+
+def test_atomics_order_what_comes_before_them_in_another_cta() -> None:
+    ordered = (
+        "ld.global.b32 %r43, [%a1];\n@%p2 atom.global.add.u32 %r44, [%b1+4096], 1;",
+        "@%p2 atom.global.add.u32 %r44, [%b1+4096], 1;\nbar.sync 0;\nld.global.b32 %r43, [%a1];",
+    )
+    foreign = ("add.s64 %a1, %a1, %d5; // its other warp's", "")
+    assert [str(f) for f in GLOBAL.run(foreign, ordered).findings] == []
+    strong = (
+        ordered[0],
+        "st.release.gpu.global.b32 [%a0+2048], %r4;\nld.acquire.gpu.global.b32 %r44, [%a0+2048];\nld.global.b32 %r43, [%a1];",
+    )
+    assert [str(f) for f in GLOBAL.run(foreign, strong).findings] == []
 
 
 def test_waived_findings_stay_but_are_no_errors() -> None:

@@ -8,6 +8,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from fa4tune.cli import main
 from fa4tune.cli.main import app
 from fa4tune.emulator.attention import emulate_forward
 from fa4tune.hardware.gpu import choose_gpu
@@ -64,5 +65,23 @@ def test_command_runs_the_checks() -> None:
     assert result.exit_code == 0
     assert report["check"]
     assert report["findings"] == []
-    refused = CliRunner().invoke(app, [*arguments, "--waive", "everything"])
-    assert refused.exit_code != 0
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--check", "--waive", "nonsense"], "there is no waiver 'nonsense'; choose of tcgen05-wait-ld, "),
+        (["--waive", "wgmma-fence"], "--waive wgmma-fence without --check waives nothing"),
+    ],
+)
+def test_waivers_that_make_no_sense_are_bad_usage(
+    options: list[str],
+    complaint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.argv", ["fa4tune", "emulate", CASES[0][1], "--arch", "sm_90a", *options])
+    with pytest.raises(SystemExit) as done:
+        main.main()
+    assert done.value.code == 2
+    assert complaint in capsys.readouterr().err

@@ -68,6 +68,18 @@ def test_causal_makespan_is_that_of_the_tile_order(text: str, scheduler: str) ->
     )
 
 
+@pytest.mark.parametrize("scheduler", ["single", "persistent", "lpt"])
+@pytest.mark.parametrize("copies", [2000, 2777])
+def test_end_of_a_long_schedule_stands_for_all_of_it(scheduler: str, copies: int) -> None:
+    plan = plan_of(f"b{copies}_hq1_hk1_sq4096_sk4096_d128_dv128_bf16_causal_fwd", scheduler=scheduler)
+    span = makespan(plan, head_trips(plan), 132, 1.5, 0.25)
+    found = span.iterations + 1.5 * span.tiles + 0.25 * span.masked
+    assert found == pytest.approx(by_simulation(plan, 132, 1.5, 0.25), rel=0.02)
+    huge = plan_of("b100000_hq64_hk64_sq4096_sk4096_d128_dv128_bf16_causal_fwd", scheduler=scheduler)
+    mean = sum(t.total for t in head_trips(huge)) * 6_400_000 / 132
+    assert makespan(huge, head_trips(huge), 132, 1.5, 0.25).iterations == pytest.approx(mean, rel=0.01)
+
+
 def test_equal_tiles_take_whole_waves() -> None:
     plan = plan_of("b4_hq16_hk16_sq4096_sk4096_d128_dv128_bf16_full_fwd")
     span = makespan(plan, head_trips(plan), 132, 1.0, 0.0)

@@ -136,6 +136,17 @@ def test_bad_arguments_are_one_clear_sentence(what: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("value", [None, [[0.0]], 3])
+def test_what_is_no_tensor_is_named(place: int, value: object) -> None:
+    arguments: list[object] = [*tensors()]
+    arguments[place] = value
+    with pytest.raises(
+        ProblemError, match=f"{'qkv'[place]} is a {type(value).__name__}; give a torch.Tensor"
+    ):
+        flash_attn_func(*arguments)  # type: ignore[arg-type]
+
+
 def test_inputs_that_want_gradients_are_refused_unless_grad_is_off() -> None:
     q, k, v = tensors()
     q.requires_grad_()

@@ -18,6 +18,7 @@ SMALL: dict[type[KernelConfig], dict[str, tuple[Any, ...]]] = {
         "exp2_share": (0.0, 0.125),
         "exp2_degree": (2, 3),
         "registers": ((),),
+        "scheduler": ("persistent", "lpt"),
     },
     SM100ForwardConfig: {
         "tile_n": (64, 96, 128),

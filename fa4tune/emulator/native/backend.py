@@ -67,6 +67,6 @@ def _compile(compiler: Compiler) -> NativeProgram | str:
     from fa4tune.emulator.native.translate import NotNativeError
 
     try:
-        return compile_program(compiler.program)
+        return compile_program(compiler.program, plan=compiler.plan)
     except NotNativeError as error:
         return str(error)

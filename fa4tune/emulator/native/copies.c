@@ -1,6 +1,8 @@
 /* Tensor copies (TMA). Semantics: runtime_copy.py, tensor_map.py. In late mode all goes through the host. */
 
-#include "runtime.h"
+#include <stdlib.h>
+
+#include "checks.h"
 
 enum { MAX_RANK = 5 };
 
@@ -121,8 +123,27 @@ static int64_t at_lane(const Warp *w, const OperationInfo *o, int32_t k, uint32_
     return ((const int32_t *)source(w, o, k))[lane];
 }
 
+/* Tell the checks about the part of a box that lies in global memory, row by row. */
+static void tell_box(Warp *w, int32_t op, const TensorMap *t, const int64_t *first, const int64_t *count, int write,
+                     int32_t what) {
+    int64_t rows = 1, index[MAX_RANK] = {0};
+    uint64_t origin = t->address, few[512];
+    for (int i = 0; i < t->rank; i++) origin += (uint64_t)(first[i] * t->strides[i]);
+    for (int i = 1; i < t->rank; i++) rows *= count[i];
+    uint64_t *starts = rows <= 512 ? few : malloc(sizeof(uint64_t) * (size_t)rows);
+    for (int64_t r = 0; r < rows; r++) {
+        starts[r] = origin;
+        for (int i = 1; i < t->rank; i++) starts[r] += (uint64_t)(index[i] * t->strides[i]);
+        for (int i = 1; i < t->rank && ++index[i] == count[i]; i++) index[i] = 0;
+    }
+    int32_t region = fa_region_number(w->cluster->machine, origin);
+    fg_access(w, op, region, starts, (int32_t)rows, (int32_t)(count[0] * t->element), write, 0, what);
+    if (starts != few) free(starts);
+}
+
 /* count: rank; offset: of the shared address, offset2: of the mbarrier; mode: 1 multicast, 2 a pair of CTAs */
-static int32_t load_one(Warp *w, const OperationInfo *o, uint32_t lane) {
+static int32_t load_one(Warp *w, int32_t op, uint32_t lane) {
+    const OperationInfo *o = info(w, op);
     Cluster *c = w->cluster;
     TensorMap t;
     int64_t at[MAX_RANK], first[MAX_RANK], count[MAX_RANK];
@@ -150,29 +171,37 @@ static int32_t load_one(Warp *w, const OperationInfo *o, uint32_t lane) {
     if (!origin && !empty) return 0;
     w->bytes[TMA_READ] += t.box_bytes;
     c->machine->progress++;
+    Issue issue;
+    if (c->checks) {
+        if (!empty) tell_box(w, op, &t, first, count, 0, A_TENSOR_LOAD);
+        issue = fc_issue(w, op);
+    }
     for (uint32_t r = targets; r; r &= r - 1) {
         Cta *cta = c->ctas[low_lane(r)];
         copy_box(&t, at, first, count, empty, origin, cta->smem - SMEM_BASE, offset, 0);
         touch(cta, offset - SMEM_BASE, t.box_bytes);
         MBarrier *bar = bars[low_lane(r)];
+        Cta *signalled = c->ctas[signal[low_lane(r)]];
+        if (c->checks) fc_landed(&issue, c, cta, offset - SMEM_BASE, t.box_bytes, signalled, bar, A_TENSOR_LOAD);
         bar->tx -= (int32_t)t.box_bytes;
-        fa_mbarrier_check(c->ctas[signal[low_lane(r)]], bar);
+        fa_mbarrier_check(signalled, bar);
     }
+    if (c->checks) fc_step(w);
     return 1;
 }
 
 int32_t fa_tma_load(Warp *w, int32_t op, uint32_t mask) {
-    const OperationInfo *o = info(w, op);
     const Machine *m = w->cluster->machine;
     if (!mask) return OK;
     if (m->late || m->observed) return host(w, op, mask);
     for (uint32_t r = mask; r; r &= r - 1) {
-        if (!load_one(w, o, low_lane(r))) return host(w, op, r);
+        if (!load_one(w, op, low_lane(r))) return host(w, op, r);
     }
     return OK;
 }
 
-static int32_t store_one(Warp *w, const OperationInfo *o, uint32_t lane) {
+static int32_t store_one(Warp *w, int32_t op, uint32_t lane) {
+    const OperationInfo *o = info(w, op);
     Cluster *c = w->cluster;
     TensorMap t;
     int64_t at[MAX_RANK], first[MAX_RANK], count[MAX_RANK];
@@ -184,6 +213,12 @@ static int32_t store_one(Warp *w, const OperationInfo *o, uint32_t lane) {
     int empty;
     uint8_t *origin = inside(c->machine, &t, at, first, count, 1, &empty);
     if (!origin && !empty) return 0;
+    if (c->checks) {
+        int whole = 1;
+        for (int i = 0; i < t.rank; i++) whole &= at[i] >= 0 && at[i] <= t.sizes[i] - t.box[i];
+        fc_bulk_read(w, op, (int32_t)lane, offset - SMEM_BASE, t.box_bytes, A_TENSOR_STORE, whole);
+        if (!empty) tell_box(w, op, &t, first, count, 1, A_TENSOR_STORE);
+    }
     w->bytes[TMA_WRITE] += t.box_bytes;
     c->machine->progress++;
     if (!empty) copy_box(&t, at, first, count, empty, origin, w->cta->smem - SMEM_BASE, offset, 1);
@@ -207,7 +242,7 @@ int32_t fa_tma_store(Warp *w, int32_t op, uint32_t mask) {
     if (!mask) return OK;
     if (w->cluster->machine->late) return host(w, op, mask);
     for (uint32_t r = distinct(w, o, mask); r; r &= r - 1) {
-        if (!store_one(w, o, low_lane(r))) return host(w, op, r);
+        if (!store_one(w, op, low_lane(r))) return host(w, op, r);
     }
     return OK;
 }

@@ -11,11 +11,13 @@ import llvmlite.binding as llvm
 import numpy as np
 
 from fa4tune.emulator.cfg import Program
+from fa4tune.emulator.checks_registers import RegisterPlan
 from fa4tune.emulator.lanes import Array
 from fa4tune.emulator.native import operations
 from fa4tune.emulator.native.layout import OperationInfo
 from fa4tune.emulator.native.library import library
 from fa4tune.emulator.native.places import Translation
+from fa4tune.emulator.native.registers import NativeRegisters
 from fa4tune.emulator.native.state import address_of, aligned
 from fa4tune.emulator.native.translate import translate
 
@@ -32,6 +34,7 @@ class NativeProgram:
         operands: locations of all operands.
         constants: the constant pool.
         poison: what a register file holds before anything is written.
+        registers: of a checked run.
     """
 
     address: int
@@ -41,6 +44,7 @@ class NativeProgram:
     operands: Array
     constants: Array
     poison: Array
+    registers: NativeRegisters | None
     operations_address: int = field(init=False)
     operands_address: int = field(init=False)
 
@@ -56,8 +60,14 @@ def _target() -> Any:
     return llvm.Target.from_default_triple()
 
 
-def compile_program(program: Program, *, host_only: bool = False) -> NativeProgram:
-    """Translate and compile a program; ``host_only`` sends every system operation through Python.
+def compile_program(
+    program: Program, *, host_only: bool = False, plan: RegisterPlan | None = None
+) -> NativeProgram:
+    """Translate and compile a program.
+
+    Args:
+        host_only: send every system operation through Python.
+        plan: the register checks of a checked run.
 
     Raises:
         NotNativeError: only the plain back-end can run it.
@@ -65,7 +75,11 @@ def compile_program(program: Program, *, host_only: bool = False) -> NativeProgr
         EmulationError: the C runtime cannot be compiled.
     """
     runtime = library()
-    translation = translate(program, half_floats=hasattr(runtime, "k_cvt_f16_rn"), host_only=host_only)
+    registers = None if plan is None else NativeRegisters(plan)
+    half_floats = hasattr(runtime, "k_cvt_f16_rn")
+    translation = translate(program, half_floats=half_floats, host_only=host_only, registers=registers)
+    if registers is not None:
+        registers.seal()
     module = llvm.parse_assembly(translation.text)
     for name in translation.functions:
         llvm.add_symbol(name, ctypes.cast(getattr(runtime, name), ctypes.c_void_p).value)
@@ -81,7 +95,7 @@ def compile_program(program: Program, *, host_only: bool = False) -> NativeProgr
     constants[:] = np.frombuffer(translation.constants, np.uint8)
     return NativeProgram(
         engine.get_function_address("run"), translation, engine, infos, np.array([*operands, 0], np.int32),
-        constants, _poison(program, translation),
+        constants, _poison(program, translation), registers,
     )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ PATHS = (
 BASE_SHIFT = 28  #: of the base in an operand's location
 
 HOST = CFUNCTYPE(c_int32, c_void_p, c_int32, c_uint32)
+REPORT = CFUNCTYPE(None)
 
 
 class OperationInfo(ctypes.Structure):
@@ -138,6 +139,7 @@ class WarpState(ctypes.Structure):
         ("special", c_void_p),
         ("constants", c_void_p),
         ("local", c_void_p),
+        ("written", c_void_p),
         ("cta", c_void_p),
         ("cluster", c_void_p),
         ("operations", c_void_p),
@@ -201,6 +203,7 @@ class ClusterState(ctypes.Structure):
 
     _fields_ = [
         ("machine", c_void_p),
+        ("checks", c_void_p),
         ("ctas", POINTER(c_void_p)),
         ("warps", POINTER(c_void_p)),
         ("host", HOST),
@@ -219,8 +222,70 @@ class ClusterState(ctypes.Structure):
     ]
 
 
+class CheckedAccess(ctypes.Structure):
+    """An access as the checks note it."""
+
+    _fields_ = [
+        ("component", c_int32),
+        ("epoch", c_int32),
+        ("issued", c_int32),
+        ("operation", c_int32),
+        ("warp", c_int32),
+        ("family", c_int32),
+        ("what", c_int32),
+    ]
+
+
+class Report(ctypes.Structure):
+    """What the checks found, to be named."""
+
+    _fields_ = [
+        ("kind", c_int32),
+        ("warp", c_int32),
+        ("operation", c_int32),
+        ("what", c_int32),
+        ("pad", c_int32),
+        ("flags", c_int32),
+        ("tensor", c_int32),
+        ("cta", c_int32),
+        ("barrier", c_int32),
+        ("index", c_int32),
+        ("by", CheckedAccess),
+        ("against", CheckedAccess),
+    ]
+
+
+class RegisterCheck(ctypes.Structure):
+    """Registers to look at before an operation."""
+
+    _fields_ = [
+        ("operation", c_int32),
+        ("flying", c_int32),
+        ("loading", c_int32),
+        ("moved", c_int32),
+        ("touched", c_int32),
+        ("clears", c_int32),
+        ("first_unset", c_int32),
+        ("unset_count", c_int32),
+    ]
+
+
+class RegisterTable(ctypes.Structure):
+    """The checks of a program's registers."""
+
+    _fields_ = [
+        ("checks", c_void_p),
+        ("unset", c_void_p),
+        ("masks", c_void_p),
+        ("words", c_int32),
+        ("tracked", c_int32),
+        ("start", c_int32),
+        ("pad", c_int32),
+    ]
+
+
 #: In the order of ``fa_sizes`` of the runtime.
 STRUCTS: tuple[type[ctypes.Structure], ...] = (
     OperationInfo, MBarrierState, NamedBarrierState, Region, MachineState, Mma, MmaCount, WarpState, CtaState,
-    ClusterState,
+    ClusterState, CheckedAccess, Report, RegisterCheck, RegisterTable,
 )  # fmt: skip

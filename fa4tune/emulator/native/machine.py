@@ -19,6 +19,7 @@ from fa4tune.emulator.isa import Operation
 from fa4tune.emulator.lanes import Array
 from fa4tune.emulator.machine import Cluster, Cta, Machine
 from fa4tune.emulator.native import layout, matrix, state
+from fa4tune.emulator.native.checks import WORDS, NativeClusterChecks
 from fa4tune.emulator.native.jit import NativeProgram
 from fa4tune.emulator.native.kinds import SLOT
 from fa4tune.emulator.native.layout import BASE_SHIFT, FAULT, HOST, OK, SUSPEND
@@ -74,6 +75,8 @@ class NativeMachine(Machine):
         s.blocks = len(self.program.blocks)
         s.operations, s.gemm = native.operations_address, matrix.sgemm_address()
         self.parameters_address = state.address_of(self._parameters)
+        self.words = list(WORDS)  # what accesses are, for the checks of all clusters
+        self.globals_address = 0 if self.checks is None else library().fg_new(addressof(s))
         self.function = _RUN(native.address)
 
     @contextmanager
@@ -85,6 +88,8 @@ class NativeMachine(Machine):
             yield
         finally:
             self._take_apart()
+            if self.globals_address:
+                library().fg_free(self.globals_address)
             if enabled:
                 gc.enable()
 
@@ -92,6 +97,8 @@ class NativeMachine(Machine):
         """The cluster whose first CTA has this position; the one before is taken apart."""
         self._take_apart()
         self.cluster = NativeCluster(self, first)
+        if self.checks is not None:
+            self.cluster.checks = NativeClusterChecks(self.checks, self.cluster)
         return self.cluster
 
     def _take_apart(self) -> None:
@@ -99,6 +106,8 @@ class NativeMachine(Machine):
         if self.cluster is None:
             return
         self.warps.clear()
+        if isinstance(self.cluster.checks, NativeClusterChecks):
+            self.cluster.checks.close_all()
         for cta in self.cluster.ctas:
             for warp in cta.warps:
                 warp.__dict__.clear()
@@ -144,6 +153,8 @@ class NativeMachine(Machine):
         if host is None:
             host = self.host_functions[number] = _host_function(self.native.translation.calls[number])
         call = host.call
+        if warp.agent is not None:
+            warp.agent.at = number
         sources = [warp.value(at, kind).copy() for at, kind in zip(call.sources, call.src_kinds, strict=True)]
         m = None if mask == _FULL else state.unpack_predicate(mask)
         result = host.function(*sources) if host.lanewise else host.function(warp, m, *sources)

@@ -1,6 +1,6 @@
 /* Loads, stores and matrix moves. Semantics: runtime_memory.py, runtime_tcgen05.py. */
 
-#include "runtime.h"
+#include "checks.h"
 
 /* Bytes of a lane in the registers of the operand. */
 static inline int32_t register_bytes(const OperationInfo *o) { return o->extra[0]; }
@@ -88,11 +88,27 @@ static const Region *region_of(const Machine *m, uint64_t address) {
     return low ? &m->regions[low - 1] : 0;
 }
 
+/* The region that begins at or before an address, -1 for none. */
+int32_t fa_region_number(const Machine *m, uint64_t address) {
+    const Region *r = region_of(m, address);
+    return r ? (int32_t)(r - m->regions) : -1;
+}
+
 uint8_t *fa_global(const Machine *m, uint64_t address, int64_t bytes, int write) {
     const Region *r = region_of(m, address);
     if (!r || bytes < 0 || address - r->address + (uint64_t)bytes > (uint64_t)r->nbytes || (write && !r->writable))
         return 0;
     return r->bytes + (address - r->address);
+}
+
+/* Tell the checks about an access of lanes to global memory; extra[7]: a strong one. */
+static void tell_global(Warp *w, int32_t op, const uint64_t *base, uint32_t lanes, int32_t bytes, int write) {
+    const OperationInfo *o = info(w, op);
+    uint64_t addresses[32];
+    int32_t n = 0;
+    for (; lanes; lanes &= lanes - 1) addresses[n++] = base[low_lane(lanes)] + (uint64_t)o->offset;
+    int32_t region = fa_region_number(w->cluster->machine, addresses[0]);
+    fg_access(w, op, region, addresses, n, bytes, write, o->extra[7], write ? A_GLOBAL_WRITE : A_GLOBAL_READ);
 }
 
 static int global_pointers(Warp *w, const OperationInfo *o, const uint64_t *base, uint32_t mask, int32_t bytes,
@@ -109,6 +125,13 @@ static int global_pointers(Warp *w, const OperationInfo *o, const uint64_t *base
     if (!origin) return 0;
     for (int i = 0; i < 32; i++) at[i] = origin + (addresses[i] - lowest);
     return 1;
+}
+
+/* Tell the checks about an access of lanes to shared memory. */
+static void tell_shared(Warp *w, int32_t op, Cta *cta, uint8_t *const at[32], uint32_t lanes, int32_t bytes, int write) {
+    int32_t offsets[32], n = 0;
+    for (; lanes; lanes &= lanes - 1) offsets[n++] = (int32_t)(at[low_lane(lanes)] - cta->smem);
+    fc_shared(w, op, cta, offsets, n, bytes, write);
 }
 
 static void count_shared(Warp *w, const Cta *cta, int64_t bytes, int write) {
@@ -145,10 +168,12 @@ static int32_t access_lanes(Warp *w, int32_t op, uint32_t mask, int write) {
         Cta *cta;
         if (!shared_pointers(w, o, addresses, window, mask, bytes, mode == 1, at, &cta, range))
             return host(w, op, mask);
+        if (w->cluster->checks) tell_shared(w, op, cta, at, mask, bytes, write);
         count_shared(w, cta, lanes * bytes, write);
         if (write) touch(cta, range[0], range[1] - range[0]);
     } else if (mode == 2) {
         if (!global_pointers(w, o, addresses, mask, bytes, write, at)) return host(w, op, mask);
+        if (w->cluster->checks) tell_global(w, op, addresses, mask, bytes, write);
         w->bytes[write ? GLOBAL_WRITE : GLOBAL_READ] += lanes * bytes;
     } else {
         if (!w->local) return host(w, op, mask);
@@ -173,9 +198,10 @@ int32_t fa_load(Warp *w, int32_t op, uint32_t mask) { return access_lanes(w, op,
 int32_t fa_store(Warp *w, int32_t op, uint32_t mask) { return access_lanes(w, op, mask, 1); }
 
 /* count: matrices; flag: transposed */
+static uint32_t matrix_lanes(const OperationInfo *o) { return o->count == 4 ? ~0u : (1u << 8 * o->count) - 1; }
+
 static int matrix_rows(Warp *w, const OperationInfo *o, uint8_t *at[32], int64_t range[2], Cta **cta) {
-    uint32_t lanes = o->count == 4 ? ~0u : (1u << 8 * o->count) - 1;
-    return shared_pointers(w, o, source(w, o, 0), 0, lanes, 16, 0, at, cta, range);
+    return shared_pointers(w, o, source(w, o, 0), 0, matrix_lanes(o), 16, 0, at, cta, range);
 }
 
 static void transpose8(uint16_t m[8][8]) {
@@ -194,6 +220,7 @@ int32_t fa_ldmatrix(Warp *w, int32_t op, uint32_t mask) {
     int64_t range[2];
     Cta *cta;
     if (mask != ~0u || !matrix_rows(w, o, at, range, &cta)) return host(w, op, mask);
+    if (w->cluster->checks) tell_shared(w, op, cta, at, matrix_lanes(o), 16, 0);
     for (int j = 0; j < o->count; j++) {
         uint16_t m[8][8];
         for (int i = 0; i < 8; i++) memcpy(m[i], at[8 * j + i], 16);
@@ -211,6 +238,7 @@ int32_t fa_stmatrix(Warp *w, int32_t op, uint32_t mask) {
     int64_t range[2];
     Cta *cta;
     if (mask != ~0u || !matrix_rows(w, o, at, range, &cta)) return host(w, op, mask);
+    if (w->cluster->checks) tell_shared(w, op, cta, at, matrix_lanes(o), 16, 1);
     for (int j = 0; j < o->count; j++) {
         uint16_t m[8][8];
         memcpy(m, source(w, o, 1 + j), 128);
@@ -225,7 +253,8 @@ int32_t fa_stmatrix(Warp *w, int32_t op, uint32_t mask) {
 
 /* -- tensor memory; mode: 0 32x32b, others through the host; count: columns */
 
-static uint32_t *tmem_columns(Warp *w, const OperationInfo *o, uint32_t mask) {
+static uint32_t *tmem_columns(Warp *w, int32_t op, uint32_t mask, int write) {
+    const OperationInfo *o = info(w, op);
     const uint32_t *base = source(w, o, 0);
     if (mask != ~0u || o->mode || !w->cta->tmem) return 0;
     for (int i = 1; i < 32; i++)
@@ -234,13 +263,14 @@ static uint32_t *tmem_columns(Warp *w, const OperationInfo *o, uint32_t mask) {
     if (lane != 32u * (uint32_t)(w->index % 4) || column + (uint32_t)o->count > 512) return 0;
     int16_t owner = w->cta->tmem_owner[column >> 5];
     if (!owner || w->cta->tmem_owner[(column + (uint32_t)o->count - 1) >> 5] != owner) return 0;
+    if (w->cluster->checks) fc_tmem(w, op, (int32_t)column, o->count, (int32_t)lane, write);
     return w->cta->tmem + column * TMEM_LANES + lane;
 }
 
 int32_t fa_tmem_load(Warp *w, int32_t op, uint32_t mask) {
     if (!mask) return OK;
     const OperationInfo *o = info(w, op);
-    const uint32_t *from = tmem_columns(w, o, mask);
+    const uint32_t *from = tmem_columns(w, op, mask, 0);
     if (!from) return host(w, op, mask);
     for (int j = 0; j < o->count; j++) memcpy(destination(w, o, j), from + TMEM_LANES * j, 128);
     w->bytes[TMEM_READ] += 128 * o->count;
@@ -250,7 +280,7 @@ int32_t fa_tmem_load(Warp *w, int32_t op, uint32_t mask) {
 int32_t fa_tmem_store(Warp *w, int32_t op, uint32_t mask) {
     if (!mask) return OK;
     const OperationInfo *o = info(w, op);
-    uint32_t *to = w->cluster->machine->late ? 0 : tmem_columns(w, o, mask);
+    uint32_t *to = w->cluster->machine->late ? 0 : tmem_columns(w, op, mask, 1);
     if (!to) return host(w, op, mask);
     for (int j = 0; j < o->count; j++) memcpy(to + TMEM_LANES * j, source(w, o, 1 + j), 128);
     w->cluster->machine->progress++;

@@ -5,12 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from fa4tune.emulator.checks_cluster import fence_effects
 from fa4tune.emulator.isa import Operation
+from fa4tune.emulator.isa_memory import is_strong
 from fa4tune.emulator.native.kinds import BASE
 
 #: (function, fields of OperationInfo); a field ``extra0`` is an element of ``extra``.
 Call = tuple[str, dict[str, int]]
 TABLE: dict[str, Callable[[Operation], Call | None]] = {}
+
+#: The same for what only the checks look at.
+CHECKED: dict[str, Callable[[Operation], Call | None]] = {
+    "tcgen05.wait.ld": lambda o: ("fa_checked", {"mode": 0}),
+    "tcgen05.wait.st": lambda o: ("fa_checked", {"mode": 1}),
+    "fence": lambda o: (
+        "fa_checked", {"mode": 2, "flag": fence_effects(o.attrs["scope"], o.instruction.modifiers)},
+    ),
+    "tcgen05.fence": lambda o: ("fa_checked", {"mode": 3, "flag": int(o.attrs["before"])}),
+    "bulk.commit": lambda o: ("fa_checked", {"mode": 4}),
+    "bulk.wait": lambda o: ("fa_checked", {"mode": 5, "count": o.attrs["count"]}),
+}  # fmt: skip
 
 #: These change nothing that this machine models.
 NOTHING = ("nop", "fence", "yield", "tcgen05.fence", "tcgen05.wait.ld", "wgmma.fence")
@@ -21,9 +35,9 @@ _REGISTER_BYTES = {"H": 2, "W": 4, "Q": 8}
 _SPACES = {"shared": 0, "shared::cta": 0, "shared::cluster": 1, "global": 2, "generic": 3, "local": 4}
 
 
-def native_call(operation: Operation) -> Call:
+def native_call(operation: Operation, checked: bool = False) -> Call:
     """The function that performs an operation; ``fa_host`` where there is no native one."""
-    make = TABLE.get(operation.op)
+    make = (CHECKED.get(operation.op) if checked else None) or TABLE.get(operation.op)
     found = make(operation) if make is not None else None
     return found if found is not None else ("fa_host", {})
 
@@ -52,7 +66,7 @@ def _access(operation: Operation, kinds: str, function: str) -> Call | None:
         return None
     return function, {
         "offset": attrs["offset"], "size": attrs["size"], "count": len(kinds), "mode": space,
-        "flag": int(bool(attrs.get("signed"))), "extra0": register,
+        "flag": int(bool(attrs.get("signed"))), "extra0": register, "extra7": int(is_strong(operation)),
     }  # fmt: skip
 
 
@@ -91,7 +105,10 @@ def _init(operation: Operation) -> Call:
 def _arrive(operation: Operation) -> Call:
     attrs = operation.attrs
     mode = _generic(operation) | 2 * attrs["expect"] | 4 * attrs["counted"]
-    return "fa_mbarrier_arrive", {"offset": attrs["offset"], "mode": mode, "flag": int(attrs["drop"])}
+    relaxed = int(attrs["semantics"] == "relaxed")
+    return "fa_mbarrier_arrive", {
+        "offset": attrs["offset"], "mode": mode, "flag": int(attrs["drop"]), "extra7": relaxed,
+    }  # fmt: skip
 
 
 @_op("mbarrier.wait")
@@ -108,7 +125,8 @@ def _barrier(operation: Operation) -> Call:
 
 @_op("barrier.cluster.arrive", "barrier.cluster.wait")
 def _cluster(operation: Operation) -> Call:
-    return f"fa_cluster_{operation.op.rsplit('.', 1)[1]}", {}
+    relaxed = int(operation.attrs["semantics"] == "relaxed")
+    return f"fa_cluster_{operation.op.rsplit('.', 1)[1]}", {"extra7": relaxed}
 
 
 @_op("shfl.up", "shfl.down", "shfl.bfly", "shfl.idx")

@@ -13,6 +13,7 @@ from fa4tune.emulator.cfg import Block, Program, uses
 from fa4tune.emulator.isa import Operation
 from fa4tune.emulator.native.kinds import BASE, SLOT
 from fa4tune.emulator.native.layout import BASE_SHIFT
+from fa4tune.emulator.native.registers import NativeRegisters
 from fa4tune.emulator.ptx import Register
 
 SPECIALS, CONSTANTS = 1, 2  #: bases of locations, 0 being the register file
@@ -67,6 +68,7 @@ class Shared:
     parameter_bytes: int
     joins: set[int]
     host_only: bool
+    registers: NativeRegisters | None
     lines: list[str] = field(default_factory=list)
     count: int = 0
     declared: dict[str, str] = field(default_factory=dict)

@@ -28,6 +28,7 @@ enum {
 typedef struct Warp Warp;
 typedef struct Cta Cta;
 typedef struct Cluster Cluster;
+typedef struct Checks Checks;
 
 typedef struct {
     int64_t offset;  /* of the address operand */
@@ -96,6 +97,7 @@ typedef int32_t (*RunFunction)(Warp *);
 struct Warp {
     uint8_t *bases[3];  /* registers, special registers, constants */
     uint8_t *local;
+    uint8_t *written; /* of a checked run: whether the registers that it follows were */
     Cta *cta;
     Cluster *cluster;
     const OperationInfo *operations;
@@ -133,6 +135,7 @@ struct Cta {
 
 struct Cluster {
     Machine *machine;
+    Checks *checks; /* of a checked run, else null */
     Cta **ctas;
     Warp **warps;
     HostFunction host;
@@ -146,11 +149,15 @@ struct Cluster {
 
 /* memory.c */
 uint8_t *fa_global(const Machine *m, uint64_t address, int64_t bytes, int write);
+int32_t fa_region_number(const Machine *m, uint64_t address);
 
 /* sync.c */
 void fa_push_ready(Cluster *c, int32_t number);
 void fa_mbarrier_check(Cta *cta, MBarrier *bar);
 MBarrier *fa_find_mbarrier(Cluster *c, int64_t address);
+
+/* tensor.c */
+int fa_allocated(const Cta *cta, int64_t column, int64_t count);
 
 static inline void *location(const Warp *w, int32_t index) {
     int32_t at = w->operands[index];

@@ -1,6 +1,6 @@
 /* Control flow of a warp, barriers, and operations across the lanes of a warp. Semantics: barriers.py, warp.py. */
 
-#include "runtime.h"
+#include "checks.h"
 
 /* -- scheduling */
 
@@ -174,10 +174,12 @@ int32_t fa_mbarrier_init(Warp *w, int32_t op, uint32_t mask) {
         uint32_t n = count[low_lane(rest)];
         if (at & 7 || at >> RANK_SHIFT != w->cta->rank || offset < SMEM_BASE ||
             offset - SMEM_BASE + 8 > w->cta->smem_bytes || n < 1 || n >= 1 << 20)
-            return host(w, op, mask);
+            return host(w, op, rest);
         MBarrier *old = fa_find_mbarrier(w->cluster, at);
-        if (old && (old->waiting || old->pending != old->count || old->tx)) return host(w, op, mask);
-        if (fa_new_mbarrier(w->cta, (int32_t)offset, (int32_t)n) < 0) return host(w, op, mask);
+        if (old && (old->waiting || old->pending != old->count || old->tx)) return host(w, op, rest);
+        int32_t number = fa_new_mbarrier(w->cta, (int32_t)offset, (int32_t)n);
+        if (number < 0) return host(w, op, rest);
+        if (w->cluster->checks) fc_init(w, op, w->cta, &w->cta->bars[number]);
     }
     w->cluster->machine->progress++;
     return OK;
@@ -200,7 +202,7 @@ static int64_t total(const uint32_t *values, uint32_t lanes) {
     return sum;
 }
 
-/* mode: 1 generic address, 2 expect_tx, 4 counted; flag: drop */
+/* mode: 1 generic address, 2 expect_tx, 4 counted; flag: drop; extra[7]: relaxed */
 int32_t fa_mbarrier_arrive(Warp *w, int32_t op, uint32_t mask) {
     if (!mask) return OK;
     const OperationInfo *o = info(w, op);
@@ -220,6 +222,7 @@ int32_t fa_mbarrier_arrive(Warp *w, int32_t op, uint32_t mask) {
         int64_t address = window_address(w, o, (int32_t)low_lane(rest));
         MBarrier *bar = fa_find_mbarrier(w->cluster, address);
         int64_t phase = bar->phase;
+        if (w->cluster->checks) fc_arrive(w, op, owner(w->cluster, address), bar, o->extra[7]);
         if (o->mode & 2) bar->tx += (int32_t)total(extra, same);
         bar->pending -= (int32_t)(o->mode & 4 ? total(extra, same) : __builtin_popcount(same));
         fa_mbarrier_check(owner(w->cluster, address), bar);
@@ -247,6 +250,7 @@ int32_t fa_mbarrier_wait(Warp *w, int32_t op, uint32_t mask) {
                                : (uint64_t)bar->phase != ((const uint64_t *)values)[lane];
         if (done) {
             answer |= same;
+            if (w->cluster->checks) fc_wait(w, op, owner(w->cluster, address), bar);
         } else if (o->mode & 4 && !w->timed_out) {
             if (w->cluster->machine->late) return host(w, op, mask); /* may give up */
             Cta *cta = owner(w->cluster, address);
@@ -271,8 +275,10 @@ static int uniform(const uint32_t *values, uint32_t mask) {
 }
 
 static int named_arrive(Warp *w, NamedBarrier *bar, int32_t expected) {
+    int32_t number = (int32_t)(bar - w->cta->named);
     if (expected % 32 || expected == 0 || (bar->arrived && expected != bar->expected) || bar->arrived + 32 > expected)
         return 0;
+    if (w->cluster->checks) fc_named_arrive(w, number, bar->generation);
     bar->used = 1;
     bar->expected = expected;
     bar->arrived += 32;
@@ -306,15 +312,18 @@ int32_t fa_barrier(Warp *w, int32_t op, uint32_t mask) {
         if (bar->waiting == MAX_WAITERS) return host(w, op, mask);
         return block(w, WAIT_NAMED, (int32_t)number, bar->waiters, &bar->waiting);
     }
+    if (w->cluster->checks) fc_named_wait(w, (int32_t)number, w->token);
     w->token = -1;
     return OK;
 }
 
+/* extra[7]: relaxed */
 int32_t fa_cluster_arrive(Warp *w, int32_t op, uint32_t mask) {
     if (!mask) return OK;
     if (w->cluster->machine->observed) return host(w, op, mask);
     Cluster *c = w->cluster;
     w->cluster_round = c->generation;
+    if (c->checks) fc_cluster_arrive(w, info(w, op)->extra[7]);
     c->arrived += mask == ~0u ? w->threads : __builtin_popcount(mask);
     cluster_check(c);
     c->machine->progress++;
@@ -326,6 +335,7 @@ int32_t fa_cluster_wait(Warp *w, int32_t op, uint32_t mask) {
     Cluster *c = w->cluster;
     if (c->machine->observed) return host(w, op, mask);
     if (c->generation == w->cluster_round) return block(w, WAIT_CLUSTER, 0, c->waiters, &c->waiting);
+    if (c->checks) fc_cluster_wait(w, w->cluster_round);
     return OK;
 }
 
@@ -382,7 +392,8 @@ int32_t fa_first_lane(uint32_t mask) { return mask ? (int32_t)low_lane(mask) : 0
 /* Sizes of the structs, in the order of layout.py. */
 void fa_sizes(int64_t *out) {
     int64_t sizes[] = {sizeof(OperationInfo), sizeof(MBarrier), sizeof(NamedBarrier), sizeof(Region),
-                       sizeof(Machine), sizeof(Mma), sizeof(MmaCount), sizeof(Warp), sizeof(Cta), sizeof(Cluster)};
+                       sizeof(Machine), sizeof(Mma), sizeof(MmaCount), sizeof(Warp), sizeof(Cta), sizeof(Cluster),
+                       sizeof(Access), sizeof(Report), sizeof(RegisterCheck), sizeof(RegisterTable)};
     memcpy(out, sizes, sizeof(sizes));
 }
 
@@ -397,4 +408,19 @@ int32_t fa_host(Warp *w, int32_t op, uint32_t mask) {
 int32_t fa_late_only(Warp *w, int32_t op, uint32_t mask) {
     if (!mask || !w->cluster->machine->late) return OK;
     return host(w, op, mask);
+}
+
+/* What changes nothing but the checks, and without late mode nothing else. mode: 0 tcgen05.wait::ld, 1 ::st, 2 a fence
+ * of a kind in flag, 3 tcgen05.fence (flag: before), 4 commit and 5 wait (count) of bulk groups */
+int32_t fa_checked(Warp *w, int32_t op, uint32_t mask) {
+    const OperationInfo *o = info(w, op);
+    int32_t late = w->cluster->machine->late;
+    if (!mask) return OK;
+    if (late && (o->mode == 1 || o->mode >= 4)) return host(w, op, mask);
+    if (o->mode <= 1) fc_tcgen05_wait(w, o->mode ? BY_TMEM_STORE : BY_TMEM_LOAD);
+    else if (o->mode == 2) fc_fence(w, o->flag);
+    else if (o->mode == 3) fc_tcgen05_fence(w, o->flag);
+    else if (o->mode == 4) fc_bulk_commit(w, mask);
+    else fc_bulk_wait(w, mask, o->count);
+    return OK;
 }

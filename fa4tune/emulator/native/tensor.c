@@ -8,15 +8,11 @@
 #include <stdlib.h>
 #include <time.h>
 
-#include "runtime.h"
+#include "checks.h"
+#include "operand.h"
 
 enum { PERFORM_WGMMA = -1, PERFORM_TENSOR = -2, QUEUE_FULL = -3 }; /* numbers of calls that Python serves */
 enum { CACHE = 64, MAX_JOIN = 64, MAX_ROWS = 256, MAX_DEPTH = 16 * MAX_JOIN };
-
-typedef struct {
-    int64_t start, leading, stride;
-    int32_t swizzle;
-} Descriptor;
 
 typedef struct {
     uint64_t descriptors[MAX_JOIN];
@@ -30,16 +26,6 @@ typedef struct {
     Converted entries[CACHE];
     int32_t next;
 } OperandCache;
-
-static int decode(uint64_t bits, int sm100, Descriptor *d) {
-    static const int32_t hopper[] = {0, 128, 64, 32}, blackwell[] = {0, -1, 128, -1, 64, -1, 32, -1};
-    d->start = (int64_t)(bits & 0x3FFF) << 4;
-    d->leading = (int64_t)(bits >> 16 & 0x3FFF) << 4;
-    d->stride = (int64_t)(bits >> 32 & 0x3FFF) << 4;
-    d->swizzle = sm100 ? blackwell[bits >> 61] : hopper[bits >> 62];
-    if (bits >> 49 & 7) return 0;
-    return !sm100 || (d->swizzle >= 0 && (bits >> 46 & 3) == 1 && !(bits >> 52 & 1));
-}
 
 static inline float widen(uint16_t x, int bf16) {
     if (bf16) {
@@ -71,15 +57,6 @@ static inline void widen8(float *to, const uint8_t *from, int bf16, float sign) 
     for (int i = 0; i < 8; i++) to[i] = sign * widen(halves[i], bf16);
 }
 
-enum { BF16 = 1, MN_MAJOR = 2, NEGATE = 4, SM100 = 8 };
-
-/* Where 8 elements lie: 16-byte chunk c (0 or 1) of row r, or rows 8q.. of column k. */
-static inline int64_t chunk_at(const Descriptor *d, int64_t relative) {
-    static const uint8_t masks[] = {0, 1, 3, 3, 7};
-    int64_t at = relative + d->start;
-    return at ^ ((at >> 7 & masks[d->swizzle / 32]) << 4);
-}
-
 /* Rows first..first+rows-1 and 16 columns of an operand to `to`, whose rows are `pitch` apart; 0 out of bounds. */
 static int convert(const Cta *cta, const Descriptor *d, int32_t first, int32_t rows, int flags, float *to,
                    int64_t pitch, int64_t *low, int64_t *end) {
@@ -87,13 +64,10 @@ static int convert(const Cta *cta, const Descriptor *d, int32_t first, int32_t r
     int64_t least = INT64_MAX, most = 0, limit = SMEM_BASE + cta->smem_bytes - 16;
     float sign = flags & NEGATE ? -1.0f : 1.0f;
     if (flags & MN_MAJOR) {
-        int64_t per = d->swizzle ? d->swizzle / 16 : 1;
         for (int32_t q = first / 8; q < (first + rows) / 8; q++) {
             float tile[16][8];
             for (int32_t k = 0; k < 16; k++) {
-                int64_t at = d->swizzle ? q % per * 16 + q / per * d->leading + k % 8 * d->swizzle + k / 8 * d->stride
-                                        : q * d->stride + k % 8 * 16 + k / 8 * d->leading;
-                at = chunk_at(d, at);
+                int64_t at = column_at(d, q, k);
                 least = at < least ? at : least;
                 most = at > most ? at : most;
                 if (at < SMEM_BASE || at > limit) return 0;
@@ -107,9 +81,7 @@ static int convert(const Cta *cta, const Descriptor *d, int32_t first, int32_t r
     } else {
         for (int32_t r = first; r < first + rows; r++) {
             for (int32_t c = 0; c < 2; c++) {
-                int64_t at = d->swizzle ? r % 8 * d->swizzle + r / 8 * d->stride + 16 * c
-                                        : r % 8 * 16 + r / 8 * d->stride + c * d->leading;
-                at = chunk_at(d, at);
+                int64_t at = row_at(d, r, c);
                 least = at < least ? at : least;
                 most = at > most ? at : most;
                 if (at < SMEM_BASE || at > limit) return 0;
@@ -223,10 +195,12 @@ int32_t fa_wgmma(Warp *w, int32_t op, uint32_t mask) {
     const uint64_t *b = source(w, o, b_at), *a = source(w, o, 0);
     if (mask != ~0u || !same_lanes(b, 8) || (!from_registers && !same_lanes(a, 8))) return host(w, op, mask);
     if (w->mma_count == MAX_MMA) return host(w, QUEUE_FULL, mask);
+    int accumulate = (int)(*(const uint32_t *)source(w, o, b_at + 1) & 1);
+    if (w->cluster->checks && !fc_wgmma(w, op, from_registers ? 0 : a[0], b[0], accumulate)) return host(w, op, mask);
     Mma *item = &w->mmas[w->mma_count++];
     w->open_mmas++;
     *item = (Mma){.operation = op, .b = b[0], .a = from_registers ? 0 : a[0], .warp = w->number};
-    item->accumulate = (int32_t)(*(const uint32_t *)source(w, o, b_at + 1) & 1);
+    item->accumulate = accumulate;
     if (w->index % 4 == 0) {
         count_mma(w, 4 | from_registers, 64, o->count);
         w->bytes[MMA_SMEM] += o->count * 32 + (from_registers ? 0 : 64 * 32);
@@ -322,6 +296,7 @@ int32_t fa_wgmma_commit(Warp *w, int32_t op, uint32_t mask) {
     if (!mask) return OK;
     if (w->group_count == MAX_MMA) return host(w, QUEUE_FULL, mask);
     w->groups[w->group_count++] = w->open_mmas;
+    if (w->cluster->checks) fc_close(w->cluster->checks, fc_agent(w), BY_WGMMA);
     w->open_mmas = 0;
     int32_t rc = OK;
     while (rc == OK && !w->cluster->machine->late && w->group_count) rc = perform_group(w);
@@ -331,25 +306,11 @@ int32_t fa_wgmma_commit(Warp *w, int32_t op, uint32_t mask) {
 int32_t fa_wgmma_wait(Warp *w, int32_t op, uint32_t mask) {
     int32_t rc = OK;
     while (rc == OK && mask && w->group_count > info(w, op)->count) rc = perform_group(w);
+    if (mask && w->cluster->checks) fc_wgmma_wait(w, info(w, op)->count);
     return rc;
 }
 
 /* -- tcgen05; mode: 1 A from TMEM, 2 a pair of CTAs; offset: of D, offset2: of A; count: disable words */
-
-typedef struct {
-    int32_t m, n;
-    int a, b; /* flags of convert() */
-} Shape;
-
-static int decode_instruction(uint32_t bits, Shape *s) {
-    uint32_t c = bits >> 4 & 3, a = bits >> 7 & 7, b = bits >> 10 & 7;
-    if (bits & 0xF || c != 1 || a > 1 || b > 1) return 0;
-    s->m = (int32_t)(bits >> 24 & 31) * 16;
-    s->n = (int32_t)(bits >> 17 & 63) * 8;
-    s->a = (a ? BF16 : 0) | (bits >> 13 & 1 ? NEGATE : 0) | (bits >> 15 & 1 ? MN_MAJOR : 0) | SM100;
-    s->b = (b ? BF16 : 0) | (bits >> 14 & 1 ? NEGATE : 0) | (bits >> 16 & 1 ? MN_MAJOR : 0) | SM100;
-    return 1;
-}
 
 int32_t fa_tensor_mma(Warp *w, int32_t op, uint32_t mask) {
     if (!mask) return OK;
@@ -370,19 +331,21 @@ int32_t fa_tensor_mma(Warp *w, int32_t op, uint32_t mask) {
             (pair && (cta->rank & 1 || w->cluster->size < 2)))
             return host(w, op, mask);
         if (cta->tensor_count == MAX_MMA) return host(w, QUEUE_FULL, mask);
-        Mma *item = &cta->tensor[cta->tensor_count++];
+        Mma *item = &cta->tensor[cta->tensor_count];
         *item = (Mma){.operation = op, .accumulate = (int32_t)(accumulate >> i & 1), .b = b[i], .idesc = idesc[i],
                       .warp = w->number};
         item->d = (uint64_t)((int64_t)d[i] + o->offset);
         item->a = from_tmem ? (uint64_t)((int64_t)((const uint32_t *)a)[i] + o->offset2) : ((const uint64_t *)a)[i];
         for (int k = 0; k < o->count; k++) item->off[k] = ((const uint32_t *)source(w, o, 5 + k))[i];
+        if (w->cluster->checks && !fc_tensor_mma(w, op, item)) return host(w, op, r);
+        cta->tensor_count++;
         count_mma(w, o->mode, s.m, s.n);
         w->bytes[MMA_SMEM] += 32 * (s.n + (from_tmem ? 0 : s.m));
     }
     return OK;
 }
 
-static int allocated(const Cta *cta, int64_t column, int64_t count) {
+int fa_allocated(const Cta *cta, int64_t column, int64_t count) {
     if (column < 0 || column + count > 512) return 0;
     int16_t owner = cta->tmem_owner[column >> 5];
     for (int64_t c = column >> 5; c <= (column + count - 1) >> 5; c++)
@@ -394,7 +357,7 @@ static int allocated(const Cta *cta, int64_t column, int64_t count) {
 static int accumulate_rows(Cta *cta, const Mma *item, const float *product, int32_t rows, int32_t n, int pair) {
     int64_t column = (int64_t)(item->d & 0xFFFF), lane = (int64_t)(item->d >> 16);
     int split = pair && rows == 64;
-    if (!allocated(cta, column, split ? n / 2 : n)) return 0;
+    if (!fa_allocated(cta, column, split ? n / 2 : n)) return 0;
     if (!split && (rows == 64 ? lane != 0 && lane != 16 : lane != 0)) return 0;
     float *to = (float *)cta->tmem + column * TMEM_LANES;
     for (int32_t first = 0; first < rows; first += 16) {
@@ -421,7 +384,7 @@ static int a_from_tmem(const Cta *cta, const Mma *items, int32_t count, int32_t 
     if (rows != 128) return 0;
     for (int32_t i = 0; i < count; i++) {
         int64_t column = (int64_t)(items[i].a & 0xFFFF);
-        if (items[i].a >> 16 || !allocated(cta, column, 8)) return 0;
+        if (items[i].a >> 16 || !fa_allocated(cta, column, 8)) return 0;
         for (int c = 0; c < 8; c++) {
             const uint32_t *words = cta->tmem + (column + c) * TMEM_LANES;
             for (int r = 0; r < 128; r++) {
@@ -519,11 +482,20 @@ int32_t fa_tensor_commit(Warp *w, int32_t op, uint32_t mask) {
             MBarrier *bar = fa_find_mbarrier(c, (int64_t)low_lane(t) << RANK_SHIFT | offset);
             if (!bar || bar->pending < 1) return host(w, op, r);
         }
-        for (uint32_t t = targets; t; t &= t - 1) {
-            MBarrier *bar = fa_find_mbarrier(c, (int64_t)low_lane(t) << RANK_SHIFT | offset);
-            bar->pending--;
-            fa_mbarrier_check(c->ctas[low_lane(t)], bar);
+        Issue issue;
+        int32_t epoch = 0;
+        if (c->checks) {
+            issue = fc_issue(w, op);
+            epoch = fc_commit(w, op, targets);
         }
+        for (uint32_t t = targets; t; t &= t - 1) {
+            Cta *cta = c->ctas[low_lane(t)];
+            MBarrier *bar = fa_find_mbarrier(c, (int64_t)low_lane(t) << RANK_SHIFT | offset);
+            if (c->checks) fc_completed(&issue, c, cta, bar, fc_agent(w)->own[BY_MMA], epoch);
+            bar->pending--;
+            fa_mbarrier_check(cta, bar);
+        }
+        if (c->checks) fc_step(w);
         c->machine->progress++;
     }
     return OK;

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fa4tune.emulator.cfg import EXIT, Block, Program, uses
+from fa4tune.emulator.checks_registers import wgmma_registers, written
 from fa4tune.emulator.codegen import LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW
 from fa4tune.emulator.isa import Operation, unsupported
 from fa4tune.emulator.native import operations
@@ -24,6 +25,7 @@ from fa4tune.emulator.native.kernel_table import kernel
 from fa4tune.emulator.native.kinds import BASE, SLOT
 from fa4tune.emulator.native.layout import BASE_SHIFT, DONE, FAULT, OK, WarpState
 from fa4tune.emulator.native.places import Call, Places, Shared, Translation
+from fa4tune.emulator.native.registers import NativeRegisters
 from fa4tune.emulator.ptx import FloatImmediate, Immediate, Negated, Operand, Register, Special, Symbol
 from fa4tune.errors import EmulationError
 
@@ -37,13 +39,20 @@ class NotNativeError(EmulationError):
     """A program that only the plain back-end can run."""
 
 
-def translate(program: Program, *, half_floats: bool = True, host_only: bool = False) -> Translation:
+def translate(
+    program: Program,
+    *,
+    half_floats: bool = True,
+    host_only: bool = False,
+    registers: NativeRegisters | None = None,
+) -> Translation:
     """Translate a program.
 
     Args:
         program: decoded and analysed.
         half_floats: the C compiler knows float16.
         host_only: send every system operation through Python.
+        registers: of a checked run.
 
     Raises:
         NotNativeError: it reads a clock.
@@ -61,7 +70,7 @@ def translate(program: Program, *, half_floats: bool = True, host_only: bool = F
     joins = {b.reconvergence for b in program.blocks if len(b.successors) > 1} - {EXIT}
     shared = Shared(
         program, half_floats, offsets, at, {p.name: p.offset for p in entry.parameters},
-        last.offset + last.nbytes if last is not None else 0, joins, host_only,
+        last.offset + last.nbytes if last is not None else 0, joins, host_only, registers,
     )  # fmt: skip
     _prologue(shared)
     for block in program.blocks:
@@ -177,8 +186,11 @@ class _BlockWriter(Places):
             self.position = position
             self.release()
             if operation.category == "alu":
+                self.before(operation)
                 self.alu(operation)
+                self.after(operation, self.mask)
             elif operation.category == "system":
+                self.before(operation)
                 self.system(operation)
             else:
                 terminator = operation
@@ -217,6 +229,53 @@ class _BlockWriter(Places):
     def copy(self, to: int, of: int, base: str) -> None:
         kind = {"p": "u", "x": "u"}.get(base, base)
         self.run_kernel(f"copy_{kind}", (to, of), self.mask)
+
+    # -- checks of registers
+
+    def before(self, operation: Operation) -> None:
+        """Look at the registers that an operation may use too early."""
+        registers = self.shared.registers
+        if registers is None:
+            return
+        check = registers.plan.checks[self.block.index][self.position]
+        if check:
+            number = len(self.shared.calls)
+            self.shared.calls.append(Call(operation, "", "", "", (), (), {}))
+            self.call("fc_registers", "void", ("ptr", "%w"), ("i32", str(registers.add(check, number))))
+
+    def after(self, operation: Operation, mask: str) -> None:
+        """Note the registers that were perhaps written for the first time."""
+        registers = self.shared.registers
+        if registers is None:
+            return
+        defined = registers.plan.checks[self.block.index][self.position].defined
+        numbers = [n for register, n in registers.tracked.items() if defined >> register & 1]
+        if not numbers:
+            return
+        copied = registers.plan.copies.get((self.block.index, self.position))
+        if copied is not None:
+            of = registers.tracked.get(copied.index, -1)
+            self.call("fc_copy_written", "void", ("ptr", "%w"), ("i32", str(numbers[0])), ("i32", str(of)))
+            return
+        while numbers:
+            first = last = numbers.pop(0)
+            while numbers and numbers[0] == last + 1:
+                last = numbers.pop(0)
+            span = [("i32", str(first)), ("i32", str(last - first + 1))]
+            self.call("fc_written", "void", ("ptr", "%w"), *span, ("i32", mask))
+
+    def checked_fields(self, operation: Operation) -> dict[str, int]:
+        """What the checks of a matrix operation's registers need to know."""
+        registers = self.shared.registers
+        if registers is None:
+            return {}
+        if operation.op == "tcgen05.ld":
+            return {"extra7": registers.mask(written(operation))}
+        if operation.op != "wgmma.mma":
+            return {}
+        defined = registers.plan.checks[self.block.index][self.position].defined
+        first, count = registers.unset(defined)
+        return {"extra5": first, "extra6": count, "extra7": registers.mask(wgmma_registers(operation))}
 
     # -- operands
 
@@ -510,19 +569,25 @@ class _BlockWriter(Places):
 
     def system(self, operation: Operation) -> None:
         op = operation.op
-        if op in operations.NOTHING:
+        checked = self.shared.registers is not None
+        if op in operations.NOTHING and not (checked and op in operations.CHECKED):
             return
         self.clear(operation)
         mask = self.lanes(self.guard(operation))
         if op in operations.INLINE:
             self.inline(operation, mask)
+            self.after(operation, mask)
             return
         if op == "ld.param" and self.load_parameter(operation, mask):
+            self.after(operation, mask)
             return
-        function, fields = ("fa_host", {}) if self.shared.host_only else operations.native_call(operation)
+        found: operations.Call = ("fa_host", {})
+        function, fields = found if self.shared.host_only else operations.native_call(operation, checked)
+        fields = {**fields, **self.checked_fields(operation)}
         # accumulators are written when the operation is performed
         dst_kinds = "" if function == "fa_host" and op == "wgmma.mma" else operation.dst_kinds
         self.invoke(operation, function, fields, operation.src_kinds, dst_kinds, mask)
+        self.after(operation, mask)
 
     def invoke(
         self, operation: Operation, function: str, fields: dict[str, int], src_kinds: str, dst_kinds: str,
