@@ -240,6 +240,17 @@ void fc_tcgen05_fence(Warp *w, int32_t before) {
         int32_t component = a->own[f];
         if (component) fc_row(k, a->clock, KNOWN)[component] = fc_row(k, a->clock, LENIENT)[component];
     }
+    /* a relaxed arrival that follows orders tensor work, and nothing else (PTX ISA, tcgen05 memory consistency) */
+    if (!a->fenced) a->fenced = new_clock(k, SHARED_CLOCKS);
+    for (int32_t i = 0; i < k->cluster->warp_count; i++)
+        for (int32_t f = BY_MMA; f <= BY_TMEM_STORE; f++) {
+            int32_t component = k->agents[i].own[f];
+            for (int r = 0; component && r < SHARED_CLOCKS; r++) {
+                int32_t at = r * k->size + component;
+                merge(a->fenced + at, a->clock + at, 1);
+            }
+        }
+    a->has_fenced = 1;
 }
 
 void fc_tcgen05_wait(Warp *w, int32_t family) {
