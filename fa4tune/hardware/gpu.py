@@ -84,6 +84,7 @@ class Gpu:
     launch_us: float
     mma_start_clk: float
     mma_latency_clk: float
+    mma_queue_clk: float
     barrier_latency_clk: float
     copy_latency_clk: float
     copy_miss_clk: float
@@ -93,7 +94,9 @@ class Gpu:
     exp_overlap: float
     emulation_stall_clk: float
     contention: float
+    section_contention: float
     smem_conflict: float
+    smem_fence_clk: float
     tile_overhead_clk: float
     cta_start_clk: float
     hbm_efficiency: float

@@ -32,8 +32,9 @@ from fa4tune.kernels.plan import Dependency, Loop, Order, Unit
 from fa4tune.model.event_graph import Arcs, CycleRatio, contract, maximum_cycle_ratio, slacks
 from fa4tune.model.timing import UNITS, Duration, Rates
 
-_FULL, _REMOTE, _SERVICE, _ISSUE = range(4)
-"""What an arc's weight is: the source's whole time, that and a barrier, its hold on the unit, its issue."""
+_FULL, _REMOTE, _SERVICE, _ISSUE, _HELD = range(5)
+"""What an arc's weight is: the source's whole time, that and a barrier, its hold on the unit, its issue, or its
+hold on the unit less what may wait behind it in the unit's queue."""
 
 TENSOR, SECTION, TMEM, TURNS = range(4)
 """Stations at which roles meet: tensor cores, warp schedulers with the pipes behind them, tensor memory; and
@@ -96,6 +97,7 @@ def _skeleton(
     operations: tuple[tuple[str, str, Unit, bool], ...],
     dependencies: tuple[Dependency, ...],
     orders: tuple[Order, ...],
+    held: bool,
 ) -> Skeleton:
     names = {name: index for index, (name, *_) in enumerate(operations)}
     used = {name for edge in dependencies for name in (edge.source, edge.target)}
@@ -142,6 +144,11 @@ def _skeleton(
             source, target = names[edge.source], names[edge.target]
             weight = value(_ISSUE if source in issue_node else _FULL, source)
             arcs.append((begin[source], begin[target], weight, edge.distance, f"order of {order.owner}"))
+            if held and operations[source][2] == Unit.TENSOR and source in issue_node:
+                why = f"issue of {order.owner} held up"
+                arcs.append((source, begin[target], value(_HELD, source), edge.distance, why))
+                if number not in in_orders[source]:
+                    in_orders[source].append(number)
         lags = order.lags or (0,) * len(members)
         for unit in {operations[m][2] for m in members if m in issue_node}:
             chain = [
@@ -166,7 +173,7 @@ def _skeleton(
         tuple(a[1] for a in arcs),
         tuple(a[3] + lags_of[a[1]] - lags_of[a[0]] for a in arcs),
     )
-    rank = {_REMOTE: 3, _FULL: 2, _SERVICE: 1, _ISSUE: 0}
+    rank = {_REMOTE: 4, _FULL: 3, _SERVICE: 2, _HELD: 1, _ISSUE: 0}
 
     held: dict[tuple[int, ...], dict[tuple[int, bool], list[int]]] = {}
 
@@ -245,27 +252,28 @@ def _retime(nodes: int, arcs: list[tuple[int, int, int, int, str]]) -> list[int]
     raise PlanError("operations wait for each other's later tiles in a circle; the loop can never start")
 
 
-_SKELETONS: dict[int, tuple[Loop, Skeleton]] = {}
+_SKELETONS: dict[tuple[int, bool], tuple[Loop, Skeleton]] = {}
 """By identity: plan builders keep their loops, and hashing one takes as long as solving it."""
 
 
-def skeleton(loop: Loop) -> Skeleton:
+def skeleton(loop: Loop, held: bool = False) -> Skeleton:
     """The event graph of ``loop`` without durations; loops that differ in work only share one.
 
     Raises:
         PlanError: the operations wait for each other, so that no iteration can complete.
     """
-    found = _SKELETONS.get(id(loop))
+    found = _SKELETONS.get((id(loop), held))
     if found is not None and found[0] is loop:
         return found[1]
     shape = _skeleton(
         tuple([(op.name, op.role, op.unit, op.asynchronous) for op in loop.body]),
         loop.dependencies,
         loop.orders,
+        held,
     )
     if len(_SKELETONS) > 10_000:
         _SKELETONS.clear()
-    _SKELETONS[id(loop)] = (loop, shape)
+    _SKELETONS[id(loop), held] = (loop, shape)
     return shape
 
 
@@ -404,14 +412,7 @@ def solve(
         for _ in range(20):
             inner = period
             if meets:
-                _share(
-                    stretch,
-                    demand,
-                    period,
-                    meets,
-                    gpu.contention,
-                    copies,
-                )
+                _share(stretch, demand, period, meets, gpu, copies)
             blocked = others / period
             cycles = fixed
             for group, (tensor, fed, section, tmem, turn, turn_fed) in along.items():
@@ -473,13 +474,15 @@ def _along(
             fixed += gpu.barrier_latency_clk
         if not weight:
             continue
+        if kind == _HELD:
+            fixed -= gpu.mma_queue_clk
         group = shape.group_of[operation]
         row = sums.setdefault(group, [0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
         if duration.asynchronous:
             at = 4 if shape.turns[operation] else 0
             row[at] += duration.tensor * weight
             row[at + 1] += duration.yielding * weight
-            fixed += (duration.other + (duration.latency if kind != _SERVICE else 0.0)) * weight
+            fixed += (duration.other + (duration.latency if kind in (_FULL, _REMOTE) else 0.0)) * weight
         else:
             row[2] += duration.section * weight
             row[3] += duration.tmem * weight
@@ -494,11 +497,12 @@ def _share(
     demand: list[list[float]],
     period: float,
     meets: list[int],
-    contention: float,
+    gpu: Gpu,
     copies: int,
 ) -> None:
     """The sharing rule, once around all roles: each one's factor from the others' busy fractions."""
     for station in meets:
+        contention = gpu.section_contention if station == SECTION else gpu.contention
         busy = []
         for own, factors in zip(demand, stretch, strict=True):
             part = own[station] * factors[station]
@@ -539,7 +543,7 @@ def _values(
     taken: float,
 ) -> list[float]:
     """Full, remote, service and issue cycles of every operation under ``stretch``."""
-    full, remote, service, issue = [], [], [], []
+    full, remote, service, issue, held = [], [], [], [], []
     barrier, vote = gpu.barrier_latency_clk, gpu.arithmetic_latency_clk
     for index, (duration, weight, group) in enumerate(zip(durations, weights, shape.group_of, strict=True)):
         factors = stretch[group]
@@ -562,4 +566,5 @@ def _values(
         remote.append(whole + barrier)
         service.append(hold)
         issue.append(duration.issue * weight)
-    return full + remote + service + issue
+        held.append(max(0.0, hold - gpu.mma_queue_clk))
+    return full + remote + service + issue + held

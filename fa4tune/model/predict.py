@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import isfinite
 
 from fa4tune.hardware.gpu import Gpu
 from fa4tune.kernels.plan import KernelPlan, Operation, Unit
@@ -165,7 +166,7 @@ def steady(plan: KernelPlan, gpu: Gpu, trips: int, miss: float = 0.0, masks: boo
     found = _STEADY.get(key)
     if found is not None and found.rates is rates and _same_operations(found.plan, plan):
         return found
-    shape = skeleton(plan.loop)
+    shape = skeleton(plan.loop, isfinite(gpu.mma_queue_clk))
     durations = _durations(plan, rates, body, miss)
     rate = rescale_rate(threshold, depth)
     plain_weights = [0.0 if o.when == "masked" else rate if o.when == "rescaled" else 1.0 for o in body]

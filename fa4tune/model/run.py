@@ -177,7 +177,7 @@ class Run:
     ) -> None:
         ends, issued, orders, chains = self._ends, self._issued, self._orders, self._chains
         count, barrier, recorder, body = self._count, self._barrier, self._recorder, self._body
-        service_at, issue_at = 2 * count, 3 * count
+        service_at, issue_at, held_at = 2 * count, 3 * count, 4 * count
         base = len(ends[0])
         steps = self._steps
         for turn in range(trips + self._deepest):
@@ -215,6 +215,10 @@ class Run:
                     hold = at + cycles[service_at + operation]
                     for chain in in_chains:
                         chains[chain] = hold
+                    held = at + cycles[held_at + operation]
+                    for number in in_orders:
+                        if orders[number] < held:
+                            orders[number] = held
                     end = at + cycles[operation]
                 else:
                     end = at + cycles[operation]

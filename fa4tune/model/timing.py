@@ -152,6 +152,8 @@ def _duration(operation: Operation, warps: int, gpu: Gpu) -> Duration:
     longer, shorter = max(exponentials, arithmetic), min(exponentials, arithmetic)
     # element by element work leaves no dependent tail that its neighbours could not fill
     latency = gpu.arithmetic_latency_clk if chained else 0.0
+    if work.smem_generic_bytes:
+        latency += gpu.smem_fence_clk
     if work.tmem_load_bytes:
         latency += gpu.tmem_latency_clk
     return Duration(
