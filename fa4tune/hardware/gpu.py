@@ -84,7 +84,6 @@ class Gpu:
     launch_us: float
     mma_start_clk: float
     mma_latency_clk: float
-    mma_queue_clk: float
     barrier_latency_clk: float
     copy_latency_clk: float
     copy_miss_clk: float

@@ -32,9 +32,8 @@ from fa4tune.kernels.plan import Dependency, Loop, Order, Unit
 from fa4tune.model.event_graph import Arcs, CycleRatio, contract, maximum_cycle_ratio, slacks
 from fa4tune.model.timing import UNITS, Duration, Rates
 
-_FULL, _REMOTE, _SERVICE, _ISSUE, _HELD = range(5)
-"""What an arc's weight is: the source's whole time, that and a barrier, its hold on the unit, its issue, or its
-hold on the unit less what may wait behind it in the unit's queue."""
+_FULL, _REMOTE, _SERVICE, _ISSUE = range(4)
+"""What an arc's weight is: the source's whole time, that and a barrier, its hold on the unit, its issue."""
 
 TENSOR, SECTION, TMEM, TURNS = range(4)
 """Stations at which roles meet: tensor cores, warp schedulers with the pipes behind them, tensor memory; and
@@ -97,7 +96,6 @@ def _skeleton(
     operations: tuple[tuple[str, str, Unit, bool], ...],
     dependencies: tuple[Dependency, ...],
     orders: tuple[Order, ...],
-    held: bool,
 ) -> Skeleton:
     names = {name: index for index, (name, *_) in enumerate(operations)}
     used = {name for edge in dependencies for name in (edge.source, edge.target)}
@@ -144,11 +142,6 @@ def _skeleton(
             source, target = names[edge.source], names[edge.target]
             weight = value(_ISSUE if source in issue_node else _FULL, source)
             arcs.append((begin[source], begin[target], weight, edge.distance, f"order of {order.owner}"))
-            if held and operations[source][2] == Unit.TENSOR and source in issue_node:
-                why = f"issue of {order.owner} held up"
-                arcs.append((source, begin[target], value(_HELD, source), edge.distance, why))
-                if number not in in_orders[source]:
-                    in_orders[source].append(number)
         lags = order.lags or (0,) * len(members)
         for unit in {operations[m][2] for m in members if m in issue_node}:
             chain = [
@@ -173,7 +166,7 @@ def _skeleton(
         tuple(a[1] for a in arcs),
         tuple(a[3] + lags_of[a[1]] - lags_of[a[0]] for a in arcs),
     )
-    rank = {_REMOTE: 4, _FULL: 3, _SERVICE: 2, _HELD: 1, _ISSUE: 0}
+    rank = {_REMOTE: 3, _FULL: 2, _SERVICE: 1, _ISSUE: 0}
 
     held: dict[tuple[int, ...], dict[tuple[int, bool], list[int]]] = {}
 
@@ -252,28 +245,27 @@ def _retime(nodes: int, arcs: list[tuple[int, int, int, int, str]]) -> list[int]
     raise PlanError("operations wait for each other's later tiles in a circle; the loop can never start")
 
 
-_SKELETONS: dict[tuple[int, bool], tuple[Loop, Skeleton]] = {}
+_SKELETONS: dict[int, tuple[Loop, Skeleton]] = {}
 """By identity: plan builders keep their loops, and hashing one takes as long as solving it."""
 
 
-def skeleton(loop: Loop, held: bool = False) -> Skeleton:
+def skeleton(loop: Loop) -> Skeleton:
     """The event graph of ``loop`` without durations; loops that differ in work only share one.
 
     Raises:
         PlanError: the operations wait for each other, so that no iteration can complete.
     """
-    found = _SKELETONS.get((id(loop), held))
+    found = _SKELETONS.get(id(loop))
     if found is not None and found[0] is loop:
         return found[1]
     shape = _skeleton(
         tuple([(op.name, op.role, op.unit, op.asynchronous) for op in loop.body]),
         loop.dependencies,
         loop.orders,
-        held,
     )
     if len(_SKELETONS) > 10_000:
         _SKELETONS.clear()
-    _SKELETONS[id(loop), held] = (loop, shape)
+    _SKELETONS[id(loop)] = (loop, shape)
     return shape
 
 
@@ -449,6 +441,22 @@ def solve(
     )
 
 
+def alone(timed: Timed, rates: Rates, weights: Sequence[float]) -> float:
+    """The period with only the first of the roles that share units at work, the loads for it included."""
+    shape, durations = timed.skeleton, timed.durations
+    sharing = sorted({g for d, g in zip(durations, shape.group_of, strict=True) if d.section or d.tensor})
+    first = sharing[0]
+    present = [
+        0.0 if group in sharing and group != first else weight
+        for group, weight in zip(shape.group_of, weights, strict=True)
+    ]
+    values = _values(
+        shape, durations, present, [[1.0] * _STATIONS for _ in shape.groups], rates.gpu, 0.0, 0.0
+    )
+    ratio = maximum_cycle_ratio(shape.core, [sum([values[v] for v in pick]) for pick in shape.picks]).ratio
+    return max(ratio, max(timed.totals) / len(sharing))
+
+
 def _along(
     shape: Skeleton,
     durations: Sequence[Duration],
@@ -474,15 +482,13 @@ def _along(
             fixed += gpu.barrier_latency_clk
         if not weight:
             continue
-        if kind == _HELD:
-            fixed -= gpu.mma_queue_clk
         group = shape.group_of[operation]
         row = sums.setdefault(group, [0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
         if duration.asynchronous:
             at = 4 if shape.turns[operation] else 0
             row[at] += duration.tensor * weight
             row[at + 1] += duration.yielding * weight
-            fixed += (duration.other + (duration.latency if kind in (_FULL, _REMOTE) else 0.0)) * weight
+            fixed += (duration.other + (duration.latency if kind != _SERVICE else 0.0)) * weight
         else:
             row[2] += duration.section * weight
             row[3] += duration.tmem * weight
@@ -543,7 +549,7 @@ def _values(
     taken: float,
 ) -> list[float]:
     """Full, remote, service and issue cycles of every operation under ``stretch``."""
-    full, remote, service, issue, held = [], [], [], [], []
+    full, remote, service, issue = [], [], [], []
     barrier, vote = gpu.barrier_latency_clk, gpu.arithmetic_latency_clk
     for index, (duration, weight, group) in enumerate(zip(durations, weights, shape.group_of, strict=True)):
         factors = stretch[group]
@@ -566,5 +572,4 @@ def _values(
         remote.append(whole + barrier)
         service.append(hold)
         issue.append(duration.issue * weight)
-        held.append(max(0.0, hold - gpu.mma_queue_clk))
-    return full + remote + service + issue + held
+    return full + remote + service + issue
