@@ -37,12 +37,16 @@ class Constant:
 
 CONSTANTS = (
     Constant("contention", 0.2, 1.5, "0: roles never meet, 1: they meet at random; above, they tend to meet"),
+    Constant("section_contention", 0.2, 1.5, "the same for sections of arithmetic"),
     Constant("exp_overlap", 0.0, 1.0, "none or all of the shorter part hides"),
     Constant("warp_issue_per_clk", 0.2, 1.0, "one chain of 5 cycles, or no waiting at all"),
     Constant(
         "mma_start_clk", 0.0, 80.0, "from products that follow without a gap to a lone one's whole latency"
     ),
-    Constant("mma_latency_clk", 5.0, 100.0, "pipeline drain of a matrix instruction"),
+    Constant(
+        "l2_bytes_per_clk", 36.0, 87.0, "from loads of all SMs from different tiles to all from the same, measured"
+    ),
+    Constant("smem_fence_clk", 30.0, 400.0, "from a store's latency alone to several under load"),
     Constant(
         "arithmetic_latency_clk",
         5.0,

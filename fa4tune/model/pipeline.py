@@ -75,6 +75,8 @@ class Skeleton:
     groups: tuple[str, ...]
     group_of: tuple[int, ...]
     """Role of each operation, as an index into ``groups``."""
+    in_step: bool
+    """Whether a ring of one stage keeps roles in step: the next load waits for all of its readers."""
     turns: tuple[bool, ...]
     """Whether an order between roles says when an operation has the tensor cores."""
     lags: tuple[int, ...]
@@ -219,6 +221,18 @@ def _skeleton(
         owners=tuple(owners),
         groups=groups,
         group_of=tuple(groups.index(role) for _, role, _, _ in operations),
+        in_step=not any(turns)
+        and any(
+            len(
+                {
+                    operations[names[d.source]][1]
+                    for d in dependencies
+                    if d.target == copy and d.distance == 1 and operations[names[d.source]][2] == Unit.TENSOR
+                }
+            )
+            > 1
+            for copy in {d.target for d in dependencies if operations[names[d.target]][2] == Unit.L2}
+        ),
         turns=tuple(turns),
         lags=tuple(lags_of),
         order_owners=tuple(order.owner for order in orders),
@@ -384,6 +398,8 @@ def solve(
         if gpu.contention
         and (copies > 1 or sum([1 for d in demand if d[station] or (station == TENSOR and d[TURNS])]) > 1)
     ]
+    # another CTA on the SM disturbs the step
+    in_step = shape.in_step and copies == 1
     stretch = [row[:] for row in start.stretch] if start else [[1.0] * _STATIONS for _ in range(groups)]
     core, picks, distances = shape.core, shape.picks, shape.arcs.distances
     known = _LAST.get(id(shape))
@@ -404,7 +420,7 @@ def solve(
         for _ in range(20):
             inner = period
             if meets:
-                _share(stretch, demand, period, meets, gpu, copies)
+                _share(stretch, demand, period, meets, gpu, copies, in_step)
             blocked = others / period
             cycles = fixed
             for group, (tensor, fed, section, tmem, turn, turn_fed) in along.items():
@@ -505,6 +521,7 @@ def _share(
     meets: list[int],
     gpu: Gpu,
     copies: int,
+    in_step: bool,
 ) -> None:
     """The sharing rule, once around all roles: each one's factor from the others' busy fractions."""
     for station in meets:
@@ -521,7 +538,10 @@ def _share(
             own = demand[group]
             load = own[station]
             if load:
-                factors[station] = 1.0 + contention * (everyone - busy[group] + (copies - 1) * everyone)
+                others = everyone - busy[group]
+                if in_step:
+                    others = sum([min(1.0, d[station] / load) for d in demand]) - 1.0
+                factors[station] = 1.0 + contention * (others + (copies - 1) * everyone)
                 part = load * factors[station]
                 if station == TENSOR:
                     part += own[TURNS] * factors[TURNS]

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import inf, isfinite
 
 from fa4tune.hardware.gpu import Gpu
 from fa4tune.kernels.plan import KernelPlan, Operation, Unit
@@ -17,7 +18,7 @@ from fa4tune.kernels.tiles import Trips, m_blocks, tile_trips
 from fa4tune.model.pipeline import Timed, alone, rescale_rate, skeleton, solve
 from fa4tune.model.roofline import head_trips
 from fa4tune.model.run import Run
-from fa4tune.model.schedule import hbm_bytes, makespan, workers
+from fa4tune.model.schedule import first_touch, hbm_bytes, longest_first, makespan, workers
 from fa4tune.model.timing import UNITS, Duration, Rates, from_hbm, rates_of
 from fa4tune.problem import AttentionProblem
 
@@ -120,6 +121,7 @@ class Steady:
     later: float
     absent: float
     hbm_busy: float
+    depth: int
     plan: KernelPlan
     rates: Rates
 
@@ -169,7 +171,7 @@ def steady(
     single = plan.scheduler != "persistent"
     depth = min(trips, 64)
     miss = round(miss * 8) / 8
-    hbm = round(hbm / HBM_STEP) * HBM_STEP
+    hbm = round(hbm / HBM_STEP) * HBM_STEP if isfinite(hbm) else hbm
     key = (id(rates), id(plan.loop), id(plan.epilogue), threshold, copies, single, depth, miss, masks, hbm)
     found = _STEADY.get(key)
     if found is not None and found.rates is rates and _same_operations(found.plan, plan):
@@ -177,7 +179,7 @@ def steady(
     shape = skeleton(plan.loop)
     # HBM is busy for its part of the time that an iteration takes at least
     least = copies * sum([rates.duration(o, 4).units[0] for o in body])
-    durations = _durations(plan, rates, body, miss, min(1.0, hbm / least) if least else 0.0)
+    durations = _durations(plan, rates, body, miss, copies * min(1.0, hbm / least) if least else 0.0)
     rate = rescale_rate(threshold, depth)
     plain_weights = [0.0 if o.when == "masked" else rate if o.when == "rescaled" else 1.0 for o in body]
     plain = solve(shape, durations, plain_weights, rates, copies)
@@ -189,13 +191,13 @@ def steady(
         if parts > 1:
             absent = max(0.0, plain.period - alone(plain, rates, plain_weights)) / (parts - 1)
     probe = max(1, min(3, trips))
-    busy = min(1.0, hbm / plain.period)
+    busy = copies * min(1.0, hbm / plain.period)
     run = Run(plan, plain, rates, busy)
     end = run.tile(probe, plain.values)
     overhead = gpu.tile_overhead_clk + (gpu.cta_start_clk if single else 0.0)
     first = end - probe * plain.ratio + overhead
     later = first if single else run.tile(probe, plain.values) - end - probe * plain.ratio + overhead
-    found = Steady(plain, masked, first, max(0.0, later), absent, busy, plan, rates)
+    found = Steady(plain, masked, first, max(0.0, later), absent, busy, depth, plan, rates)
     _STEADY[key] = found
     if len(_STEADY) > _KEPT:
         _STEADY.popitem(last=False)
@@ -213,6 +215,8 @@ class Load:
     miss: float
     hidden: float
     absent: float
+    touched: int
+    fed: float
 
 
 def parts_of(plan: KernelPlan) -> int:
@@ -255,13 +259,18 @@ def load_of(plan: KernelPlan, gpu: Gpu) -> Load:
     if parts > 1:
         least = int(plan.constants.get("always_masked", 0))
         shares = _by_part(plan.problem, plan.tile_rows // parts, parts, plan.tile_n, least, trips)
+    touched, fed = 0, 0.0
+    if longest_first(plan) and trips[0].total < trips[-1].total:
+        touched, fed = first_touch(plan, places)
     return Load(
         trips,
         sum([t.total for t in trips]) * copies,
         places,
         traffic,
-        _miss_share(plan, trips, copies, traffic),
+        0.0 if touched else _miss_share(plan, trips, copies, traffic),
         *shares,
+        touched,
+        fed,
     )
 
 
@@ -303,6 +312,13 @@ def predict(plan: KernelPlan, gpu: Gpu) -> Prediction:
     span = makespan(plan, load.trips, places, state.later / period, extra / period)
     cold = gpu.copy_miss_clk * (1.0 - min(1.0, miss))
     fill = max(0.0, state.first - state.later) + cold
+    if load.touched:
+        # the tiles that bring a section's keys and values from HBM, for which everybody waits at once
+        brought = steady(plan, gpu, state.depth, 1.0, False, inf)
+        longest = load.trips[-1].total
+        each = longest * brought.plain.period + brought.later
+        each = max(each, load.fed * places / (gpu.hbm_bytes_per_clk * gpu.hbm_efficiency * gpu.sm_count))
+        fill += load.touched / places * max(0.0, each - longest * period - state.later)
     compute = fill + span.iterations * period + span.masked * extra + span.tiles * state.later
 
     totals, copies = state.plain.totals, plan.resources.ctas_per_sm
