@@ -469,7 +469,11 @@ def alone(timed: Timed, rates: Rates, weights: Sequence[float]) -> float:
     values = _values(
         shape, durations, present, [[1.0] * _STATIONS for _ in shape.groups], rates.gpu, 0.0, 0.0
     )
-    ratio = maximum_cycle_ratio(shape.core, [sum([values[v] for v in pick]) for pick in shape.picks]).ratio
+    known = _LAST.get(id(shape))
+    policy = known[1].policy if known is not None and known[0] is shape else None
+    ratio = maximum_cycle_ratio(
+        shape.core, [sum([values[v] for v in pick]) for pick in shape.picks], policy
+    ).ratio
     return max(ratio, max(timed.totals) / len(sharing))
 
 

@@ -177,9 +177,12 @@ def steady(
     if found is not None and found.rates is rates and _same_operations(found.plan, plan):
         return found
     shape = skeleton(plan.loop)
-    # HBM is busy for its part of the time that an iteration takes at least
-    least = copies * sum([rates.duration(o, 4).units[0] for o in body])
-    durations = _durations(plan, rates, body, miss, copies * min(1.0, hbm / least) if least else 0.0)
+    busy = 0.0
+    if miss:
+        # of the time that an iteration takes at least
+        least = copies * sum([o.work.mma_flops for o in body]) / gpu.mma_flops_per_clk
+        busy = copies * min(1.0, hbm / least) if least else float(copies)
+    durations = _durations(plan, rates, body, miss, busy)
     rate = rescale_rate(threshold, depth)
     plain_weights = [0.0 if o.when == "masked" else rate if o.when == "rescaled" else 1.0 for o in body]
     plain = solve(shape, durations, plain_weights, rates, copies)
@@ -220,7 +223,7 @@ class Load:
 
 
 def parts_of(plan: KernelPlan) -> int:
-    """Groups of rows of a tile that run the loop on their own and pass over K/V tiles that they do not see."""
+    """Groups of rows of a tile that run the loop on their own and pass over K/V tiles they do not see."""
     rows = plan.constants.get("rows")
     return plan.tile_rows // int(rows) if rows else 1
 

@@ -170,9 +170,9 @@ def longest_first(plan: KernelPlan) -> bool:
 def first_touch(plan: KernelPlan, places: int) -> tuple[int, float]:
     """Tiles that bring the keys and values of their heads from HBM, and the bytes that each of them moves.
 
-    In a longest-first order the first tiles of a section of heads are those of different heads. Where a section
-    has more heads than CTAs run at once, these tiles read all keys and values from HBM, and the later ones find
-    them in L2; elsewhere CTAs that run together share what they read, and none is counted.
+    In a longest-first order the first tiles of a section of heads are those of different heads. Where a
+    section has more heads than CTAs run at once, these tiles read all keys and values from HBM, and the later
+    ones find them in L2; elsewhere CTAs that run together share what they read, and none is counted.
     """
     problem = plan.problem
     heads = problem.batch * (problem.heads // plan.packed_heads)

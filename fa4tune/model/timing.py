@@ -94,8 +94,8 @@ def rates_of(gpu: Gpu) -> Rates:
 def from_hbm(duration: Duration, operation: Operation, gpu: Gpu, miss: float, busy: float) -> Duration:
     """``duration`` of a copy of which the part ``miss`` comes from HBM.
 
-    It arrives ``copy_miss_clk`` later, and no sooner than an SM's share of the bandwidth delivers it where the
-    other SMs are loading too, which they are as often as HBM is ``busy``.
+    It arrives ``copy_miss_clk`` later, and no sooner than an SM's share of the bandwidth delivers it where
+    the other SMs are loading too, which they are as often as HBM is ``busy``.
     """
     if not miss or not operation.asynchronous or operation.mma or not operation.work.global_read_bytes:
         return duration
@@ -166,7 +166,8 @@ def _duration(operation: Operation, warps: int, gpu: Gpu) -> Duration:
     longer, shorter = max(exponentials, arithmetic), min(exponentials, arithmetic)
     # element by element work leaves no dependent tail that its neighbours could not fill
     latency = gpu.arithmetic_latency_clk if chained else 0.0
-    if work.smem_generic_bytes:
+    if work.smem_generic_bytes and operation.unit == Unit.EXP:
+        # P becomes visible to the tensor cores; what threads hand each other needs no fence
         latency += gpu.smem_fence_clk
     if work.tmem_load_bytes:
         latency += gpu.tmem_latency_clk
