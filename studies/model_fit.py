@@ -3,8 +3,8 @@
 Run `python studies/model_fit.py`: reads `studies/data/campaign.jsonl`, fits at most 12 bounded constants to
 all of its shapes, prints what moved and how well problems outside each fold are predicted, and writes
 `fa4tune/hardware/calibrated/h200.toml`, which the GPU's own file is overlaid with from then on. Shapes of
-another campaign judge the result (`model_accuracy.py`); `--half` fits to half of these shapes only, so that the
-other half can.
+another campaign judge the result (`model_accuracy.py`); `--half` fits to half of these shapes only, so that
+the other half can.
 """
 
 import argparse

@@ -53,10 +53,10 @@ CONSTANTS = (
     Constant(
         "cta_start_clk", 0.0, 6000.0, "from nothing to three microseconds of block scheduling and draining"
     ),
-    Constant("launch_us", 0.5, 8.0, "launch, cold caches and drain of a kernel"),
+    Constant("launch_us", 2.0, 5.0, "3.4 between two events around an empty kernel, and cold caches"),
 )
-"""All that is ever fitted. What instructions and exponentials of one warp take is measured and stays out: the
-campaign's configs hardly tell the two apart, and a fit trades one for the other."""
+"""All that is ever fitted. What one warp takes for instructions and exponentials is measured and stays out:
+the campaign's configs hardly tell the two apart."""
 
 PULL = 0.5
 """Weight of the prior: moving a constant over its whole range costs as much as a 5% error on 100 samples."""

@@ -395,7 +395,7 @@ def solve(
     meets = [
         station
         for station in (TENSOR, SECTION, TMEM)
-        if gpu.contention
+        if (gpu.section_contention if station == SECTION else gpu.contention)
         and (copies > 1 or sum([1 for d in demand if d[station] or (station == TENSOR and d[TURNS])]) > 1)
     ]
     # another CTA on the SM disturbs the step
@@ -417,8 +417,9 @@ def solve(
         along, fixed = _along(shape, durations, weights, gpu, cycle, min(1.0, totals[_SMEM] / period))
         turns = sum([distances[arc] for arc in cycle])
         # along the cycle found last, the fixed point costs little
-        for _ in range(20):
-            inner = period
+        cycles = 0.0
+        for _ in range(8):
+            inner, last = period, cycles
             if meets:
                 _share(stretch, demand, period, meets, gpu, copies, in_step)
             blocked = others / period
@@ -430,7 +431,8 @@ def solve(
                     cycles += (turn + blocked * turn_fed) * factors[TURNS]
                 cycles += section * factors[SECTION] + tmem * factors[TMEM]
             period = 0.5 * (inner + max(cycles / turns, floor, held + blocked * yielding))
-            if abs(period - inner) < 1e-4 * period:
+            # where a total binds, the period stands still before the factors do
+            if abs(period - inner) < 1e-4 * period and abs(cycles - last) < 5e-4 * cycles:
                 break
         before = period
         values = _values(shape, durations, weights, stretch, gpu, blocked, min(1.0, totals[_SMEM] / period))

@@ -111,8 +111,10 @@ class Steady:
     """What one loop on one GPU settles on, apart from the problem's size.
 
     ``plain`` and ``masked`` are the loop without and with mask operations; ``first`` and ``later`` the cycles
-    that a CTA's first and every later tile cost beside their iterations. ``plan`` and ``rates`` keep alive
-    what the cache knows by identity.
+    that a CTA's first and every later tile cost beside their iterations; ``absent`` those that an iteration
+    takes less for each part of the tile that passes over it. ``hbm_busy`` is how busy HBM was taken to be, in
+    CTAs of an SM that wait for it at once, ``depth`` the iterations of a tile. ``plan`` and ``rates`` keep
+    alive what the cache knows by identity.
     """
 
     plain: Timed
@@ -162,7 +164,8 @@ def steady(
         trips: iterations of a typical tile, which set how often O is rescaled.
         miss: share of K/V loads that miss L2.
         masks: whether masked iterations are wanted.
-        hbm: cycles an iteration of a CTA that HBM takes for all that the kernel moves.
+        hbm: cycles an iteration of a CTA that HBM takes for all that the kernel moves; infinite where all
+            CTAs wait for it at once.
     """
     rates = rates_of(gpu)
     body = plan.loop.body
@@ -177,11 +180,8 @@ def steady(
     if found is not None and found.rates is rates and _same_operations(found.plan, plan):
         return found
     shape = skeleton(plan.loop)
-    busy = 0.0
-    if miss:
-        # of the time that an iteration takes at least
-        least = copies * sum([o.work.mma_flops for o in body]) / gpu.mma_flops_per_clk
-        busy = copies * min(1.0, hbm / least) if least else float(copies)
+    # what HBM can deliver in the long run bounds the whole kernel, not an iteration, unless all wait for it
+    busy = 0.0 if isfinite(hbm) else float(copies)
     durations = _durations(plan, rates, body, miss, busy)
     rate = rescale_rate(threshold, depth)
     plain_weights = [0.0 if o.when == "masked" else rate if o.when == "rescaled" else 1.0 for o in body]
@@ -209,10 +209,22 @@ def steady(
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a problem asks: tiles of a head, all iterations, HBM bytes, share of K/V loads that miss L2."""
+    """What a problem asks of a plan.
+
+    Attributes:
+        trips: of each tile of a head.
+        iterations: of all tiles; ``executed`` leaves out what parts of a tile pass over.
+        places: tiles at work at once.
+        hbm_bytes: all that HBM moves.
+        miss: share of K/V loads that miss L2.
+        hidden: share of a tile's parts that apply the mask in one of its masked iterations.
+        absent: parts that pass over one of these, in the mean, because their rows see nothing of it.
+        touched: tiles that bring keys and values of their heads from HBM, each moving ``fed`` bytes.
+    """
 
     trips: tuple[Trips, ...]
     iterations: int
+    executed: float
     places: int
     hbm_bytes: float
     miss: float
@@ -265,9 +277,11 @@ def load_of(plan: KernelPlan, gpu: Gpu) -> Load:
     touched, fed = 0, 0.0
     if longest_first(plan) and trips[0].total < trips[-1].total:
         touched, fed = first_touch(plan, places)
+    iterations = sum([t.total for t in trips]) * copies
     return Load(
         trips,
-        sum([t.total for t in trips]) * copies,
+        iterations,
+        iterations - shares[1] * sum([t.masked for t in trips]) * copies / parts,
         places,
         traffic,
         0.0 if touched else _miss_share(plan, trips, copies, traffic),
@@ -307,11 +321,12 @@ def predict(plan: KernelPlan, gpu: Gpu) -> Prediction:
     """
     problem = plan.problem
     load = load_of(plan, gpu)
-    iterations, places, traffic, miss = load.iterations, load.places, load.hbm_bytes, load.miss
+    places, traffic, miss = load.places, load.hbm_bytes, load.miss
     state = state_of(plan, gpu, load)
     period = state.plain.period
-    extra = max(0.0, state.masked.period - period) if state.masked else 0.0
-    extra = extra * load.hidden - state.absent * load.absent
+    mask = max(0.0, state.masked.period - period) * load.hidden if state.masked else 0.0
+    spared = state.absent * load.absent
+    extra = mask - spared
     span = makespan(plan, load.trips, places, state.later / period, extra / period)
     cold = gpu.copy_miss_clk * (1.0 - min(1.0, miss))
     fill = max(0.0, state.first - state.later) + cold
@@ -325,7 +340,7 @@ def predict(plan: KernelPlan, gpu: Gpu) -> Prediction:
     compute = fill + span.iterations * period + span.masked * extra + span.tiles * state.later
 
     totals, copies = state.plain.totals, plan.resources.ctas_per_sm
-    work = iterations * plan.ctas_per_tile / copies
+    work = load.executed * plan.ctas_per_tile / copies
     sm_cycles = compute * gpu.sm_count
     tensor = work * totals[0] / sm_cycles
     clock = clock_mhz(
@@ -358,8 +373,8 @@ def predict(plan: KernelPlan, gpu: Gpu) -> Prediction:
         breakdown={
             "launch": gpu.launch_us,
             "fill": fill * to_us,
-            "steady": span.iterations * period * span.busy * to_us,
-            "masked": span.masked * extra * span.busy * to_us,
+            "steady": (span.iterations * period - span.masked * spared) * span.busy * to_us,
+            "masked": span.masked * mask * span.busy * to_us,
             "tiles": span.tiles * state.later * span.busy * to_us,
             "tail": tail * to_us,
             "memory": us - compute_us,
