@@ -127,13 +127,18 @@ def campaign(fresh: Path) -> None:
         show(label, accuracy(names, measured, times))
     train = [str(s.problem) for s in others]
     show("model, its own fit", accuracy(train, [s.measured_us for s in others], predictions(others, gpu)))
-    draw(judged, measured, predicted, baselines(others, judged, gpu)["roofline x class"])
+    draw(judged, measured, predicted, baselines(others, judged, gpu)["roofline x class"], fresh.is_file())
 
 
 def draw(
-    judged: Sequence[Sample], measured: Sequence[float], predicted: Sequence[float], base: Sequence[float]
+    judged: Sequence[Sample],
+    measured: Sequence[float],
+    predicted: Sequence[float],
+    base: Sequence[float],
+    unseen: bool,
 ) -> None:
     """Predicted over measured TFLOP/s for the model and the better baseline."""
+    whose = "shapes that nothing was fitted to" if unseen else "half of the campaign's shapes"
     figure, axes = plt.subplots(1, 2, figsize=(13, 6.2), layout="constrained", sharex=True, sharey=True)
     colours = {
         (64, "full"): "#4e79a7",
@@ -161,7 +166,7 @@ def draw(
             [0, top], [0, 0.9 * top], [0, 1.1 * top], color="black", alpha=0.07, label="within 10%"
         )
         axis.set_title(title)
-        axis.set_xlabel("measured TFLOP/s (H200, problems that nothing was fitted to)")
+        axis.set_xlabel(f"measured TFLOP/s (H200, {whose})")
         axis.grid(color="#dddddd")
     axes[0].set_ylabel("predicted TFLOP/s")
     axes[0].legend(fontsize=9)

@@ -13,7 +13,8 @@ bandwidth. Threads' own accesses take ``1 + utilisation of SMEM`` times as long.
 **Sharing.** Where several roles use a unit and no order or barrier says who goes first, a role finds another
 one there with the probability that the other is there at all, and then shares the unit with it evenly: work
 ``w`` of role *g* takes ``w (1 + c * sum of the others' busy fractions)``, ``c`` being ``contention`` of the
-hardware file. Busy fractions follow from these longer times and the period, so the three are solved together
+hardware file, or ``section_contention`` for sections. Roles that a ring of one stage keeps in step meet
+surely. Busy fractions follow from these longer times and the period, so the three are solved together
 (mean value analysis of a closed queueing network, Bard's approximation with exact self-exclusion). Two equal
 roles that do nothing but share a unit take exactly twice as long each, and nothing beats the unit's total.
 """
