@@ -1,11 +1,13 @@
 """How good the model's predictions are on shapes it was not fitted to, beside two baselines.
 
-Run `python studies/model_accuracy.py`: reads `studies/data/campaign.jsonl`, prints accuracy by problem and
-over all held-out problems, the same for a roofline and for a roofline times one constant a kernel class
-(fitted to the other shapes), then the published B200 figures and upstream's softmax experiments against the
-model, and draws `figures/model_accuracy.png`.
+Run `python studies/model_accuracy.py`: reads the shapes of `studies/data/campaign_fresh.jsonl`, which nothing
+was fitted to, prints accuracy by problem and over all of them, the same for a roofline and for a roofline
+times one constant a kernel class (fitted to `campaign.jsonl`, as the model), then the published B200 figures
+and upstream's softmax experiments against the model, and draws `figures/model_accuracy.png`. Without fresh
+shapes it judges every other shape of the campaign, which is only fair after `model_fit.py --half`.
 """
 
+import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -20,7 +22,7 @@ from campaign import DATA, held_out
 
 from fa4tune.errors import InfeasibleError
 from fa4tune.hardware.gpu import Gpu, load_gpu
-from fa4tune.kernels.config import SM90ForwardConfig, default_config
+from fa4tune.kernels.config import KERNEL_VERSIONS, SM90ForwardConfig, default_config
 from fa4tune.kernels.plan import Unit
 from fa4tune.kernels.program import build_plan
 from fa4tune.model.accuracy import GOOD, SHORTLIST, Accuracy, Sample, accuracy, samples
@@ -29,6 +31,9 @@ from fa4tune.model.predict import predict
 from fa4tune.model.roofline import roofline
 from fa4tune.problem import AttentionProblem
 from fa4tune.record import read_trials
+
+FRESH = DATA.with_name("campaign_fresh.jsonl")
+"""Shapes that no fit has seen."""
 
 FIGURE = Path(__file__).parent / "figures" / "model_accuracy.png"
 PROFILED = Path(__file__).parent / "data" / "ncu_h200.jsonl"
@@ -85,19 +90,27 @@ def show(label: str, result: Accuracy) -> None:
     )
 
 
-def campaign() -> None:
-    """Accuracy on the held-out half of the campaign."""
-    gpu = load_gpu("h200")
+def split(gpu: Gpu, fresh: Path) -> tuple[list[Sample], list[Sample], str]:
+    """(samples to judge on, the others, what the first are): fresh shapes, or every other of the campaign."""
     found = samples(read_trials(DATA), gpu)
+    if fresh.is_file():
+        seen = {str(s.problem) for s in found}
+        judged = [s for s in samples(read_trials(fresh), gpu) if str(s.problem) not in seen]
+        return judged, found, "Fresh shapes, which nothing was fitted to"
     judged = [s for s in found if held_out(s.problem)]
     others = [s for s in found if not held_out(s.problem)]
+    return judged, others, f"No {fresh.name}: every other shape of the campaign (held out after --half only)"
+
+
+def campaign(fresh: Path) -> None:
+    """Accuracy on shapes that nothing was fitted to."""
+    gpu = load_gpu("h200")
+    judged, others, words = split(gpu, fresh)
     names = [str(s.problem) for s in judged]
     measured = [s.measured_us for s in judged]
     predicted = predictions(judged, gpu)
     result = accuracy(names, measured, predicted)
-    print(
-        f"\n## Held-out problems: {len(judged)} configs of {len(result.problems)} (of {len(found)} measured)"
-    )
+    print(f"\n## {words}: {len(judged)} configs of {len(result.problems)}")
     print(f"{'problem':58s} configs   MAPE   good    max Spearman regret rank   bias")
     for row in result.problems:
         print(
@@ -113,14 +126,19 @@ def campaign() -> None:
     for label, times in baselines(others, judged, gpu).items():
         show(label, accuracy(names, measured, times))
     train = [str(s.problem) for s in others]
-    show("model, fitted half", accuracy(train, [s.measured_us for s in others], predictions(others, gpu)))
-    draw(judged, measured, predicted, baselines(others, judged, gpu)["roofline x class"])
+    show("model, its own fit", accuracy(train, [s.measured_us for s in others], predictions(others, gpu)))
+    draw(judged, measured, predicted, baselines(others, judged, gpu)["roofline x class"], fresh.is_file())
 
 
 def draw(
-    judged: Sequence[Sample], measured: Sequence[float], predicted: Sequence[float], base: Sequence[float]
+    judged: Sequence[Sample],
+    measured: Sequence[float],
+    predicted: Sequence[float],
+    base: Sequence[float],
+    unseen: bool,
 ) -> None:
     """Predicted over measured TFLOP/s for the model and the better baseline."""
+    whose = "shapes that nothing was fitted to" if unseen else "half of the campaign's shapes"
     figure, axes = plt.subplots(1, 2, figsize=(13, 6.2), layout="constrained", sharex=True, sharey=True)
     colours = {
         (64, "full"): "#4e79a7",
@@ -148,7 +166,7 @@ def draw(
             [0, top], [0, 0.9 * top], [0, 1.1 * top], color="black", alpha=0.07, label="within 10%"
         )
         axis.set_title(title)
-        axis.set_xlabel("measured TFLOP/s (H200, held-out problems)")
+        axis.set_xlabel(f"measured TFLOP/s (H200, {whose})")
         axis.grid(color="#dddddd")
     axes[0].set_ylabel("predicted TFLOP/s")
     axes[0].legend(fontsize=9)
@@ -163,9 +181,18 @@ def profiler() -> None:
     rows = [json.loads(line) for line in PROFILED.read_text().splitlines()]
     errors: dict[str, list[float]] = {"tensor": [], "exp": []}
     clocks = []
+    current, older = KERNEL_VERSIONS["sm90_fwd"], 0
+    header = rows[0].get("provenance", {})
     print("\n## Profiled kernels: busy share of the kernel's time, predicted (measured)")
     for row in rows:
         if "problem" not in row:
+            continue
+        version = row.get("kernel_version", header.get("kernel_version"))
+        if version is None:
+            # readings without a version are of a time when P went to SMEM by costlier stores
+            version = current if row["config"]["p_in_registers"] else current - 1
+        if version != current:
+            older += 1
             continue
         problem = AttentionProblem.parse(row["problem"])
         try:
@@ -190,7 +217,7 @@ def profiler() -> None:
             f"{name}: within 5 points on {within} of {len(found)}, mean error "
             f"{fmean(map(abs, found)):.1f} points"
         )
-    print(f"clock: mean error {fmean(map(abs, clocks)):.1%}")
+    print(f"clock: mean error {fmean(map(abs, clocks)):.1%}; {older} readings of an older kernel left out")
 
 
 def published_b200() -> None:
@@ -274,8 +301,11 @@ def upstream_softmax() -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fresh", type=Path, default=FRESH, help="trials to judge on")
+    fresh = parser.parse_args().fresh
     if DATA.is_file():
-        campaign()
+        campaign(fresh)
     else:
         print(f"no {DATA}: run studies/campaign.py first")
     if PROFILED.is_file():

@@ -1,8 +1,10 @@
 """Fit the hardware file's free constants to the campaign, by cross-validation, and write the overlay.
 
 Run `python studies/model_fit.py`: reads `studies/data/campaign.jsonl`, fits at most 12 bounded constants to
-the shapes that are not held out, prints what moved and how well problems outside each fold are predicted, and
-writes `fa4tune/hardware/calibrated/h200.toml`, which the GPU's own file is overlaid with from then on.
+all of its shapes, prints what moved and how well problems outside each fold are predicted, and writes
+`fa4tune/hardware/calibrated/h200.toml`, which the GPU's own file is overlaid with from then on. Shapes of
+another campaign judge the result (`model_accuracy.py`); `--half` fits to half of these shapes only, so that
+the other half can.
 """
 
 import argparse
@@ -12,7 +14,7 @@ from pathlib import Path
 from campaign import DATA, held_out
 
 from fa4tune.hardware.gpu import load_gpu
-from fa4tune.model.accuracy import samples
+from fa4tune.model.accuracy import SHORTLIST, samples
 from fa4tune.model.fit import CONSTANTS, fit, overlay
 from fa4tune.record import read_trials
 
@@ -22,13 +24,14 @@ ROOT = Path(__file__).parent.parent
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpu", default="h200", help="GPU by name, without its overlay")
-    parser.add_argument("--folds", type=int, default=4)
+    parser.add_argument("--folds", type=int, default=5)
+    parser.add_argument("--half", action="store_true", help="leave every other shape out altogether")
     parser.add_argument("--limit", type=int, default=400, help="samples in one fit")
     parser.add_argument("--out", type=Path, help="overlay to write")
     arguments = parser.parse_args()
     gpu = load_gpu(arguments.gpu, fitted=False)
     digest = hashlib.sha256(DATA.read_bytes()).hexdigest()[:12]
-    found = [s for s in samples(read_trials(DATA), gpu) if not held_out(s.problem)]
+    found = [s for s in samples(read_trials(DATA), gpu) if not (arguments.half and held_out(s.problem))]
     result = fit(found, gpu, folds=arguments.folds, limit=arguments.limit)
     print(f"{result.samples} samples of {result.problems} problems, {DATA.name} sha256 {digest}\n")
     print(f"{'constant':26s} {'before':>9s} {'fitted':>9s} {'+-folds':>9s}   bounds")
@@ -38,11 +41,14 @@ def main() -> None:
             f"{name:26s} {getattr(gpu, name):9.4g} {result.constants[name]:9.4g} {result.spread[name]:9.2g} "
             f"{constant.low:g} to {constant.high:g}: {constant.why}"
         )
-    print(f"\n{'':12s} {'MAPE':>6s} {'good':>6s} {'max':>6s} {'Spearman':>9s} {'regret':>7s} {'worst':>6s}")
+    print(
+        f"\n{'':12s} {'MAPE':>6s} {'good':>6s} {'max':>6s} {'Spearman':>9s} {'regret':>7s} {'worst':>6s} "
+        f"{f'best<={SHORTLIST}':>8s}"
+    )
     for label, a in (("before", result.before), ("held out", result.held_out), ("fitted", result.after)):
         print(
             f"{label:12s} {a.mape:6.1%} {a.good_mape:6.1%} {a.good_maximum:6.1%} {a.median_spearman:9.3f} "
-            f"{a.regret:7.3f} {a.worst_regret:6.3f}"
+            f"{a.regret:7.3f} {a.worst_regret:6.3f} {a.in_shortlist:8.0%}"
         )
     path = arguments.out or ROOT / "fa4tune" / "hardware" / "calibrated" / f"{arguments.gpu}.toml"
     path.parent.mkdir(parents=True, exist_ok=True)

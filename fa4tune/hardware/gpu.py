@@ -47,10 +47,12 @@ class Gpu:
     ``warp_issue_per_clk`` is what one warp alone issues in a section of dependent arithmetic; ``exp_overlap``
     the part of the shorter of its exponentials and its other instructions that hides under the longer;
     ``emulation_stall_clk`` what a warp waits for the chain of a polynomial in place of an exponential;
-    ``contention`` how far other roles' use of a unit delays a role (0 never, 1 as if they met at random and
-    shared evenly); ``smem_conflict`` the part of SMEM writes and thread accesses that holds up operand reads
-    of the tensor cores when they meet (1: they come first). ``hbm_efficiency`` is the part of the HBM
-    bandwidth that a kernel reaches.
+    ``contention`` how far other roles' use of the tensor cores or tensor memory delays a role (0 never, 1 as
+    if they met at random and shared evenly), ``section_contention`` the same for the schedulers and pipes of
+    arithmetic; ``smem_fence_clk`` what P costs on its way through SMEM before the tensor cores may read it;
+    ``smem_conflict`` the part of SMEM writes and thread accesses that holds up operand reads of the tensor
+    cores when they meet (1: they come first). ``hbm_efficiency`` is the part of the HBM bandwidth that a
+    kernel reaches.
 
     ``active_watts`` and ``tensor_watts`` are the power at ``max_clock_mhz`` of busy SMs without matrix work
     and what fully busy tensor cores add.
@@ -93,7 +95,9 @@ class Gpu:
     exp_overlap: float
     emulation_stall_clk: float
     contention: float
+    section_contention: float
     smem_conflict: float
+    smem_fence_clk: float
     tile_overhead_clk: float
     cta_start_clk: float
     hbm_efficiency: float

@@ -13,7 +13,8 @@ bandwidth. Threads' own accesses take ``1 + utilisation of SMEM`` times as long.
 **Sharing.** Where several roles use a unit and no order or barrier says who goes first, a role finds another
 one there with the probability that the other is there at all, and then shares the unit with it evenly: work
 ``w`` of role *g* takes ``w (1 + c * sum of the others' busy fractions)``, ``c`` being ``contention`` of the
-hardware file. Busy fractions follow from these longer times and the period, so the three are solved together
+hardware file, or ``section_contention`` for sections. Roles that a ring of one stage keeps in step meet
+surely. Busy fractions follow from these longer times and the period, so the three are solved together
 (mean value analysis of a closed queueing network, Bard's approximation with exact self-exclusion). Two equal
 roles that do nothing but share a unit take exactly twice as long each, and nothing beats the unit's total.
 """
@@ -75,6 +76,8 @@ class Skeleton:
     groups: tuple[str, ...]
     group_of: tuple[int, ...]
     """Role of each operation, as an index into ``groups``."""
+    in_step: bool
+    """Whether a ring of one stage keeps roles in step: the next load waits for all of its readers."""
     turns: tuple[bool, ...]
     """Whether an order between roles says when an operation has the tensor cores."""
     lags: tuple[int, ...]
@@ -219,6 +222,18 @@ def _skeleton(
         owners=tuple(owners),
         groups=groups,
         group_of=tuple(groups.index(role) for _, role, _, _ in operations),
+        in_step=not any(turns)
+        and any(
+            len(
+                {
+                    operations[names[d.source]][1]
+                    for d in dependencies
+                    if d.target == copy and d.distance == 1 and operations[names[d.source]][2] == Unit.TENSOR
+                }
+            )
+            > 1
+            for copy in {d.target for d in dependencies if operations[names[d.target]][2] == Unit.L2}
+        ),
         turns=tuple(turns),
         lags=tuple(lags_of),
         order_owners=tuple(order.owner for order in orders),
@@ -381,9 +396,11 @@ def solve(
     meets = [
         station
         for station in (TENSOR, SECTION, TMEM)
-        if gpu.contention
+        if (gpu.section_contention if station == SECTION else gpu.contention)
         and (copies > 1 or sum([1 for d in demand if d[station] or (station == TENSOR and d[TURNS])]) > 1)
     ]
+    # another CTA on the SM disturbs the step
+    in_step = shape.in_step and copies == 1
     stretch = [row[:] for row in start.stretch] if start else [[1.0] * _STATIONS for _ in range(groups)]
     core, picks, distances = shape.core, shape.picks, shape.arcs.distances
     known = _LAST.get(id(shape))
@@ -401,17 +418,11 @@ def solve(
         along, fixed = _along(shape, durations, weights, gpu, cycle, min(1.0, totals[_SMEM] / period))
         turns = sum([distances[arc] for arc in cycle])
         # along the cycle found last, the fixed point costs little
-        for _ in range(20):
-            inner = period
+        cycles = 0.0
+        for _ in range(8):
+            inner, last = period, cycles
             if meets:
-                _share(
-                    stretch,
-                    demand,
-                    period,
-                    meets,
-                    gpu.contention,
-                    copies,
-                )
+                _share(stretch, demand, period, meets, gpu, copies, in_step)
             blocked = others / period
             cycles = fixed
             for group, (tensor, fed, section, tmem, turn, turn_fed) in along.items():
@@ -421,7 +432,8 @@ def solve(
                     cycles += (turn + blocked * turn_fed) * factors[TURNS]
                 cycles += section * factors[SECTION] + tmem * factors[TMEM]
             period = 0.5 * (inner + max(cycles / turns, floor, held + blocked * yielding))
-            if abs(period - inner) < 1e-4 * period:
+            # where a total binds, the period stands still before the factors do
+            if abs(period - inner) < 1e-4 * period and abs(cycles - last) < 5e-4 * cycles:
                 break
         before = period
         values = _values(shape, durations, weights, stretch, gpu, blocked, min(1.0, totals[_SMEM] / period))
@@ -446,6 +458,26 @@ def solve(
         blocked,
         tensor_total,
     )
+
+
+def alone(timed: Timed, rates: Rates, weights: Sequence[float]) -> float:
+    """The period with only the first of the roles that share units at work, the loads for it included."""
+    shape, durations = timed.skeleton, timed.durations
+    sharing = sorted({g for d, g in zip(durations, shape.group_of, strict=True) if d.section or d.tensor})
+    first = sharing[0]
+    present = [
+        0.0 if group in sharing and group != first else weight
+        for group, weight in zip(shape.group_of, weights, strict=True)
+    ]
+    values = _values(
+        shape, durations, present, [[1.0] * _STATIONS for _ in shape.groups], rates.gpu, 0.0, 0.0
+    )
+    known = _LAST.get(id(shape))
+    policy = known[1].policy if known is not None and known[0] is shape else None
+    ratio = maximum_cycle_ratio(
+        shape.core, [sum([values[v] for v in pick]) for pick in shape.picks], policy
+    ).ratio
+    return max(ratio, max(timed.totals) / len(sharing))
 
 
 def _along(
@@ -494,11 +526,13 @@ def _share(
     demand: list[list[float]],
     period: float,
     meets: list[int],
-    contention: float,
+    gpu: Gpu,
     copies: int,
+    in_step: bool,
 ) -> None:
     """The sharing rule, once around all roles: each one's factor from the others' busy fractions."""
     for station in meets:
+        contention = gpu.section_contention if station == SECTION else gpu.contention
         busy = []
         for own, factors in zip(demand, stretch, strict=True):
             part = own[station] * factors[station]
@@ -511,7 +545,10 @@ def _share(
             own = demand[group]
             load = own[station]
             if load:
-                factors[station] = 1.0 + contention * (everyone - busy[group] + (copies - 1) * everyone)
+                others = everyone - busy[group]
+                if in_step:
+                    others = sum([min(1.0, d[station] / load) for d in demand]) - 1.0
+                factors[station] = 1.0 + contention * (others + (copies - 1) * everyone)
                 part = load * factors[station]
                 if station == TENSOR:
                     part += own[TURNS] * factors[TURNS]

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
+from math import inf, isfinite
 
 from fa4tune.hardware.gpu import Gpu
 from fa4tune.kernels.plan import KernelPlan, Operation, Unit
-from fa4tune.kernels.tiles import Trips
-from fa4tune.model.pipeline import Timed, rescale_rate, skeleton, solve
+from fa4tune.kernels.tiles import Trips, m_blocks, tile_trips
+from fa4tune.model.pipeline import Timed, alone, rescale_rate, skeleton, solve
 from fa4tune.model.roofline import head_trips
 from fa4tune.model.run import Run
-from fa4tune.model.schedule import hbm_bytes, makespan, workers
-from fa4tune.model.timing import UNITS, Duration, Rates, rates_of
+from fa4tune.model.schedule import first_touch, hbm_bytes, longest_first, makespan, workers
+from fa4tune.model.timing import UNITS, Duration, Rates, from_hbm, rates_of
+from fa4tune.problem import AttentionProblem
 
 BOUND_WORDS = {
     Unit.TENSOR: "tensor cores",
@@ -109,14 +111,19 @@ class Steady:
     """What one loop on one GPU settles on, apart from the problem's size.
 
     ``plain`` and ``masked`` are the loop without and with mask operations; ``first`` and ``later`` the cycles
-    that a CTA's first and every later tile cost beside their iterations. ``plan`` and ``rates`` keep alive
-    what the cache knows by identity.
+    that a CTA's first and every later tile cost beside their iterations; ``absent`` those that an iteration
+    takes less for each part of the tile that passes over it. ``hbm_busy`` is how busy HBM was taken to be, in
+    CTAs of an SM that wait for it at once, ``depth`` the iterations of a tile. ``plan`` and ``rates`` keep
+    alive what the cache knows by identity.
     """
 
     plain: Timed
     masked: Timed | None
     first: float
     later: float
+    absent: float
+    hbm_busy: float
+    depth: int
     plan: KernelPlan
     rates: Rates
 
@@ -130,21 +137,25 @@ _STEADY: OrderedDict[tuple[object, ...], Steady] = OrderedDict()
 
 _KEPT = 4096
 
+HBM_STEP = 64.0
+"""Cycles to which the HBM time of an iteration is rounded, so that problems share steady states."""
+
 
 def _durations(
-    plan: KernelPlan, rates: Rates, operations: Sequence[Operation], miss: float
+    plan: KernelPlan, rates: Rates, operations: Sequence[Operation], miss: float, busy: float
 ) -> tuple[Duration, ...]:
     warps = {role.name: role.warps for role in plan.roles}
-    found = []
-    for operation in operations:
-        duration = rates.duration(operation, warps[operation.role])
-        if miss and operation.asynchronous and not operation.mma:
-            duration = replace(duration, latency=duration.latency + miss * rates.gpu.copy_miss_clk)
-        found.append(duration)
-    return tuple(found)
+    return tuple(
+        [
+            from_hbm(rates.duration(operation, warps[operation.role]), operation, rates.gpu, miss, busy)
+            for operation in operations
+        ]
+    )
 
 
-def steady(plan: KernelPlan, gpu: Gpu, trips: int, miss: float = 0.0, masks: bool = False) -> Steady:
+def steady(
+    plan: KernelPlan, gpu: Gpu, trips: int, miss: float = 0.0, masks: bool = False, hbm: float = 0.0
+) -> Steady:
     """The steady state of ``plan``'s loop and the overhead of a tile.
 
     Args:
@@ -153,6 +164,8 @@ def steady(plan: KernelPlan, gpu: Gpu, trips: int, miss: float = 0.0, masks: boo
         trips: iterations of a typical tile, which set how often O is rescaled.
         miss: share of K/V loads that miss L2.
         masks: whether masked iterations are wanted.
+        hbm: cycles an iteration of a CTA that HBM takes for all that the kernel moves; infinite where all
+            CTAs wait for it at once.
     """
     rates = rates_of(gpu)
     body = plan.loop.body
@@ -161,26 +174,33 @@ def steady(plan: KernelPlan, gpu: Gpu, trips: int, miss: float = 0.0, masks: boo
     single = plan.scheduler != "persistent"
     depth = min(trips, 64)
     miss = round(miss * 8) / 8
-    key = (id(rates), id(plan.loop), id(plan.epilogue), threshold, copies, single, depth, miss, masks)
+    hbm = round(hbm / HBM_STEP) * HBM_STEP if isfinite(hbm) else hbm
+    key = (id(rates), id(plan.loop), id(plan.epilogue), threshold, copies, single, depth, miss, masks, hbm)
     found = _STEADY.get(key)
     if found is not None and found.rates is rates and _same_operations(found.plan, plan):
         return found
     shape = skeleton(plan.loop)
-    durations = _durations(plan, rates, body, miss)
+    # what HBM can deliver in the long run bounds the whole kernel, not an iteration, unless all wait for it
+    busy = 0.0 if isfinite(hbm) else float(copies)
+    durations = _durations(plan, rates, body, miss, busy)
     rate = rescale_rate(threshold, depth)
     plain_weights = [0.0 if o.when == "masked" else rate if o.when == "rescaled" else 1.0 for o in body]
     plain = solve(shape, durations, plain_weights, rates, copies)
-    masked = None
+    masked, absent = None, 0.0
     if masks:
         masked_weights = [1.0 if o.when == "masked" else w for o, w in zip(body, plain_weights, strict=True)]
         masked = solve(shape, durations, masked_weights, rates, copies, plain)
+        parts = parts_of(plan)
+        if parts > 1:
+            absent = max(0.0, plain.period - alone(plain, rates, plain_weights)) / (parts - 1)
     probe = max(1, min(3, trips))
-    run = Run(plan, plain, rates)
+    busy = copies * min(1.0, hbm / plain.period)
+    run = Run(plan, plain, rates, busy)
     end = run.tile(probe, plain.values)
     overhead = gpu.tile_overhead_clk + (gpu.cta_start_clk if single else 0.0)
     first = end - probe * plain.ratio + overhead
     later = first if single else run.tile(probe, plain.values) - end - probe * plain.ratio + overhead
-    found = Steady(plain, masked, first, max(0.0, later), plan, rates)
+    found = Steady(plain, masked, first, max(0.0, later), absent, busy, depth, plan, rates)
     _STEADY[key] = found
     if len(_STEADY) > _KEPT:
         _STEADY.popitem(last=False)
@@ -189,13 +209,51 @@ def steady(plan: KernelPlan, gpu: Gpu, trips: int, miss: float = 0.0, masks: boo
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a problem asks: tiles of a head, all iterations, HBM bytes, share of K/V loads that miss L2."""
+    """What a problem asks of a plan.
+
+    Attributes:
+        trips: of each tile of a head.
+        iterations: of all tiles; ``executed`` leaves out what parts of a tile pass over.
+        places: tiles at work at once.
+        hbm_bytes: all that HBM moves.
+        miss: share of K/V loads that miss L2.
+        hidden: share of a tile's parts that apply the mask in one of its masked iterations.
+        absent: parts that pass over one of these, in the mean, because their rows see nothing of it.
+        touched: tiles that bring keys and values of their heads from HBM, each moving ``fed`` bytes.
+    """
 
     trips: tuple[Trips, ...]
     iterations: int
+    executed: float
     places: int
     hbm_bytes: float
     miss: float
+    hidden: float
+    absent: float
+    touched: int
+    fed: float
+
+
+def parts_of(plan: KernelPlan) -> int:
+    """Groups of rows of a tile that run the loop on their own and pass over K/V tiles they do not see."""
+    rows = plan.constants.get("rows")
+    return plan.tile_rows // int(rows) if rows else 1
+
+
+@lru_cache(maxsize=4096)
+def _by_part(
+    problem: AttentionProblem, rows: int, parts: int, tile_n: int, least: int, trips: tuple[Trips, ...]
+) -> tuple[float, float]:
+    """Of a masked iteration of a tile: the share of parts that apply the mask, and how many are absent."""
+    masked = hidden = absent = 0
+    blocks = m_blocks(problem, rows)
+    for block, tile in enumerate(trips):
+        masked += tile.masked
+        for part in range(block * parts, (block + 1) * parts):
+            own = tile_trips(problem, rows, tile_n, part) if part < blocks else Trips(1, 1)
+            hidden += max(own.masked, min(least, own.total))
+            absent += tile.total - min(tile.total, max(own.total, 1))
+    return (hidden / (parts * masked), absent / masked) if masked else (1.0, 0.0)
 
 
 @lru_cache(maxsize=4096)
@@ -212,12 +270,24 @@ def load_of(plan: KernelPlan, gpu: Gpu) -> Load:
     copies = plan.problem.batch * (plan.problem.heads // plan.packed_heads)
     places = workers(plan, gpu.sm_count)
     traffic = hbm_bytes(plan, places, gpu.l2_bytes)
+    parts, shares = parts_of(plan), (1.0, 0.0)
+    if parts > 1:
+        least = int(plan.constants.get("always_masked", 0))
+        shares = _by_part(plan.problem, plan.tile_rows // parts, parts, plan.tile_n, least, trips)
+    touched, fed = 0, 0.0
+    if longest_first(plan) and trips[0].total < trips[-1].total:
+        touched, fed = first_touch(plan, places)
+    iterations = sum([t.total for t in trips]) * copies
     return Load(
         trips,
-        sum([t.total for t in trips]) * copies,
+        iterations,
+        iterations - shares[1] * sum([t.masked for t in trips]) * copies / parts,
         places,
         traffic,
-        _miss_share(plan, trips, copies, traffic),
+        0.0 if touched else _miss_share(plan, trips, copies, traffic),
+        *shares,
+        touched,
+        fed,
     )
 
 
@@ -225,7 +295,9 @@ def state_of(plan: KernelPlan, gpu: Gpu, load: Load) -> Steady:
     """The steady state of ``plan`` under ``load``."""
     tiles = len(load.trips) * plan.problem.batch * (plan.problem.heads // plan.packed_heads)
     typical = max(1, round(load.iterations / tiles))
-    return steady(plan, gpu, typical, load.miss, any(t.masked for t in load.trips))
+    per_clk = gpu.hbm_bytes_per_clk * gpu.hbm_efficiency * gpu.sm_count
+    hbm = load.hbm_bytes / per_clk * load.places / load.iterations
+    return steady(plan, gpu, typical, load.miss, any(t.masked for t in load.trips), hbm)
 
 
 def slack(plan: KernelPlan, gpu: Gpu) -> dict[str, float]:
@@ -249,17 +321,26 @@ def predict(plan: KernelPlan, gpu: Gpu) -> Prediction:
     """
     problem = plan.problem
     load = load_of(plan, gpu)
-    iterations, places, traffic, miss = load.iterations, load.places, load.hbm_bytes, load.miss
+    places, traffic, miss = load.places, load.hbm_bytes, load.miss
     state = state_of(plan, gpu, load)
     period = state.plain.period
-    extra = max(0.0, state.masked.period - period) if state.masked else 0.0
+    mask = max(0.0, state.masked.period - period) * load.hidden if state.masked else 0.0
+    spared = state.absent * load.absent
+    extra = mask - spared
     span = makespan(plan, load.trips, places, state.later / period, extra / period)
     cold = gpu.copy_miss_clk * (1.0 - min(1.0, miss))
     fill = max(0.0, state.first - state.later) + cold
+    if load.touched:
+        # the tiles that bring a section's keys and values from HBM, for which everybody waits at once
+        brought = steady(plan, gpu, state.depth, 1.0, False, inf)
+        longest = load.trips[-1].total
+        each = longest * brought.plain.period + brought.later
+        each = max(each, load.fed * places / (gpu.hbm_bytes_per_clk * gpu.hbm_efficiency * gpu.sm_count))
+        fill += load.touched / places * max(0.0, each - longest * period - state.later)
     compute = fill + span.iterations * period + span.masked * extra + span.tiles * state.later
 
     totals, copies = state.plain.totals, plan.resources.ctas_per_sm
-    work = iterations * plan.ctas_per_tile / copies
+    work = load.executed * plan.ctas_per_tile / copies
     sm_cycles = compute * gpu.sm_count
     tensor = work * totals[0] / sm_cycles
     clock = clock_mhz(
@@ -292,8 +373,8 @@ def predict(plan: KernelPlan, gpu: Gpu) -> Prediction:
         breakdown={
             "launch": gpu.launch_us,
             "fill": fill * to_us,
-            "steady": span.iterations * period * span.busy * to_us,
-            "masked": span.masked * extra * span.busy * to_us,
+            "steady": (span.iterations * period - span.masked * spared) * span.busy * to_us,
+            "masked": span.masked * mask * span.busy * to_us,
             "tiles": span.tiles * state.later * span.busy * to_us,
             "tail": tail * to_us,
             "memory": us - compute_us,
@@ -306,7 +387,10 @@ def _miss_share(plan: KernelPlan, trips: tuple[Trips, ...], copies: int, traffic
     """Part of the bytes that K/V loads ask of L2 which HBM must deliver."""
     asked = sum(o.work.global_read_bytes for o in plan.loop.body) * plan.ctas_per_tile
     asked *= sum(t.total for t in trips) * copies
-    return min(1.0, traffic / asked) if asked else 0.0
+    problem = plan.problem
+    rows = problem.batch * problem.heads * problem.seqlen_q
+    keys = traffic - rows * ((problem.head_dim + problem.head_dim_v) * problem.element_bytes + 4)
+    return min(1.0, keys / asked) if asked else 0.0
 
 
 def _bound(timed: Timed, loop_us: float, compute_us: float, memory_us: float, launch_us: float) -> str:

@@ -107,7 +107,7 @@ def replay(
             Event(name, role, operation.unit, operation.asynchronous, tile, iteration, start, released, end)
         )
 
-    run = Run(plan, timed, rates, record)
+    run = Run(plan, timed, rates, state.hbm_busy, record)
     ends = tuple([run.tile(count, values, masked, mask_values) for _ in range(tiles)])
     events.sort(key=lambda e: (e.start, e.end))
     anchor = plan.loop.body[timed.skeleton.owners[timed.skeleton.arcs.sources[timed.cycle[0]]]].name

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fa4tune.kernels.plan import KernelPlan, Operation
 from fa4tune.model.pipeline import EXECUTES, ISSUES, Timed
-from fa4tune.model.timing import Duration, Rates
+from fa4tune.model.timing import Duration, Rates, from_hbm
 
 Recorder = Callable[[str, str, int, int, float, float], None]
 """Called with (operation, role, tile, iteration or -1, start, end) for everything that runs."""
@@ -92,6 +92,7 @@ class Run:
         plan: KernelPlan,
         timed: Timed,
         rates: Rates,
+        busy: float = 0.0,
         recorder: Recorder | None = None,
     ) -> None:
         shape = timed.skeleton
@@ -113,7 +114,14 @@ class Run:
         warps = {role.name: role.warps for role in plan.roles}
         self._phases = tuple(
             tuple(
-                _once(operation, links, rates.duration(operation, warps[operation.role]))
+                _once(
+                    operation,
+                    links,
+                    # Q is read once, from HBM
+                    from_hbm(
+                        rates.duration(operation, warps[operation.role]), operation, rates.gpu, 1.0, busy
+                    ),
+                )
                 for operation, links in zip(phase, phase_links, strict=True)
             )
             for phase, phase_links in zip((plan.prologue, plan.epilogue), _links_of(plan), strict=True)

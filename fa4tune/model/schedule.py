@@ -70,7 +70,7 @@ def makespan(
         copies,
         places,
         plan.scheduler == "persistent",
-        plan.scheduler == "lpt" or bool(plan.constants.get("longest_first")),
+        longest_first(plan),
         max(1, section // plan.packed_heads),
         round(overhead * 4),
         round(masked * 4),
@@ -173,6 +173,28 @@ def _greedy(jobs: list[tuple[int, int, int]], copies: int, places: int) -> tuple
     whole, rest = divmod(before, len(jobs))
     even = [sum(job[i] for job in jobs) * whole + sum(job[i] for job in jobs[:rest]) for i in (1, 2)]
     return count + before / places, iterations + even[0] / places, masks + even[1] / places
+
+
+def longest_first(plan: KernelPlan) -> bool:
+    """Whether the longest tiles of many heads come before the next ones."""
+    return plan.scheduler == "lpt" or bool(plan.constants.get("longest_first"))
+
+
+def first_touch(plan: KernelPlan, places: int) -> tuple[int, float]:
+    """Tiles that bring the keys and values of their heads from HBM, and the bytes that each of them moves.
+
+    In a longest-first order the first tiles of a section of heads are those of different heads. Where a
+    section has more heads than CTAs run at once, these tiles read all keys and values from HBM, and the later
+    ones find them in L2; elsewhere CTAs that run together share what they read, and none is counted.
+    """
+    problem = plan.problem
+    heads = problem.batch * (problem.heads // plan.packed_heads)
+    one = problem.seqlen_k * _key_bytes(plan)
+    group = problem.gqa_group // plan.packed_heads
+    section = min(heads, max(1, L2_SECTION_BYTES // max(1, one)) * group)
+    if section < places:
+        return 0, 0.0
+    return heads, one / group + plan.tile_rows * (_key_bytes(plan) + 4)
 
 
 def hbm_bytes(plan: KernelPlan, places: int, l2_bytes: int) -> float:

@@ -13,7 +13,7 @@ and is seen by its reader ``latency`` later.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fa4tune.hardware.gpu import Gpu
 from fa4tune.kernels.plan import Operation, Unit, Work
@@ -93,6 +93,20 @@ def rates_of(gpu: Gpu) -> Rates:
     return found
 
 
+def from_hbm(duration: Duration, operation: Operation, gpu: Gpu, miss: float, busy: float) -> Duration:
+    """``duration`` of a copy of which the part ``miss`` comes from HBM.
+
+    It arrives ``copy_miss_clk`` later, and no sooner than an SM's share of the bandwidth delivers it where
+    the other SMs are loading too, which they are as often as HBM is ``busy``.
+    """
+    if not miss or not operation.asynchronous or operation.mma or not operation.work.global_read_bytes:
+        return duration
+    shared = busy * miss * operation.work.global_read_bytes / (gpu.hbm_bytes_per_clk * gpu.hbm_efficiency)
+    return replace(
+        duration, other=max(duration.other, shared), latency=duration.latency + miss * gpu.copy_miss_clk
+    )
+
+
 def _duration(operation: Operation, warps: int, gpu: Gpu) -> Duration:
     work = operation.work
     smem_bytes = (
@@ -154,6 +168,9 @@ def _duration(operation: Operation, warps: int, gpu: Gpu) -> Duration:
     longer, shorter = max(exponentials, arithmetic), min(exponentials, arithmetic)
     # element by element work leaves no dependent tail that its neighbours could not fill
     latency = gpu.arithmetic_latency_clk if chained else 0.0
+    if work.smem_generic_bytes and operation.unit == Unit.EXP and not work.tmem_store_bytes:
+        # P becomes visible to the tensor cores; what threads hand each other needs no fence
+        latency += gpu.smem_fence_clk
     section, waited = longer + (1.0 - gpu.exp_overlap) * shorter, tmem / part
     if operation.unit == Unit.ALU:
         # maxima go over scores as they arrive

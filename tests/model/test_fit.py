@@ -48,9 +48,9 @@ def made_up(gpu_changes: dict[str, float], noise: float, each: int) -> list[Samp
 
 
 def test_fit_recovers_constants_that_made_the_data() -> None:
-    truth = {"contention": 0.4, "warp_issue_per_clk": 0.7}
+    truth = {"contention": 0.4, "arithmetic_latency_clk": 30.0}
     chosen = [c for c in CONSTANTS if c.name in truth]
-    result = fit(made_up(truth, 0.01, 10), load_gpu("h200"), constants=chosen, folds=2)
+    result = fit(made_up(truth, 0.01, 30), load_gpu("h200"), constants=chosen, folds=2)
     assert result.before.mape > 0.05
     assert result.held_out.mape < 0.015
     for name, value in truth.items():

@@ -10,7 +10,7 @@ import pytest
 from fa4tune.errors import PlanError
 from fa4tune.hardware.gpu import Gpu, load_gpu
 from fa4tune.kernels.plan import Dependency, Loop, Mma, Operation, Order, Unit, Work
-from fa4tune.model.pipeline import Timed, rescale_rate, skeleton, solve
+from fa4tune.model.pipeline import Timed, alone, rescale_rate, skeleton, solve
 from fa4tune.model.timing import UNITS, rates_of
 
 
@@ -20,7 +20,8 @@ def plain_gpu(**changes: float) -> Gpu:
         ("mma_latency_clk", "barrier_latency_clk", "arithmetic_latency_clk", "copy_latency_clk"), 0.0
     )
     zero["mma_start_clk"] = 0.0
-    base = {"warp_issue_per_clk": 1.0, "exp_overlap": 1.0, "contention": 1.0, "smem_conflict": 0.0}
+    base = {"warp_issue_per_clk": 1.0, "exp_overlap": 1.0, "contention": 1.0, "section_contention": 1.0}
+    base["smem_conflict"] = 0.0
     return dataclasses.replace(load_gpu("h200"), **{**zero, **base, **changes})
 
 
@@ -58,7 +59,7 @@ def test_one_role_alternates_product_and_softmax() -> None:
 
 def test_unit_total_is_a_cycle_of_distance_one() -> None:
     # a saturated unit binds even when no chain is that long
-    gpu = plain_gpu(contention=0.0)
+    gpu = plain_gpu(contention=0.0, section_contention=0.0)
     timed = solved(chain(3, 100, 400), gpu)
     assert timed.ratio == pytest.approx(500)
     assert timed.period == pytest.approx(1200)
@@ -133,6 +134,60 @@ def test_ring_of_stages_limits_by_latency() -> None:
             (Order("load", ("load",)), Order("softmax", ("use",))),
         )
         assert solved(loop, gpu).period == pytest.approx(period)
+
+
+def ringed(groups: int, stages: int) -> Loop:
+    """:func:`chain` with operands that a ring of ``stages`` brings, without latency."""
+    plain = chain(groups, 300, 700)
+    load = Operation("load", "load", Unit.L2, Work(), asynchronous=True)
+    dependencies = [*plain.dependencies]
+    for g in range(groups):
+        dependencies += [Dependency("load", f"qk{g}"), Dependency(f"qk{g}", "load", stages)]
+    return Loop((load, *plain.body), tuple(dependencies), (Order("load", ("load",)), *plain.orders))
+
+
+def test_a_ring_of_one_stage_keeps_its_readers_in_step() -> None:
+    # both wait for the same load, so each product and each section meets the other's: 2 (300 + 700)
+    gpu = plain_gpu()
+    assert solved(ringed(2, 1), gpu).period == pytest.approx(2000, rel=2e-3)
+    assert solved(ringed(2, 2), gpu).period < 1900
+    assert solved(ringed(1, 1), gpu).period == pytest.approx(1000)
+
+
+def test_another_cta_breaks_the_step() -> None:
+    gpu = plain_gpu()
+    one, two = ringed(2, 1), ringed(2, 2)
+    for a, b in zip(solved(one, gpu, copies=2).stretch, solved(two, gpu, copies=2).stretch, strict=True):
+        assert a == pytest.approx(b, rel=5e-3)
+
+
+def test_sections_and_tensor_cores_have_a_contention_each() -> None:
+    loop = chain(2, 400, 600)
+    never = solved(loop, plain_gpu(contention=0.0, section_contention=0.0))
+    tensor = solved(loop, plain_gpu(section_contention=0.0))
+    sections = solved(loop, plain_gpu(contention=0.0))
+    assert never.period == pytest.approx(1200)  # the exponentials' total
+    assert tensor.stretch[0][0] > 1.0 == tensor.stretch[0][1]
+    assert sections.stretch[0][1] > 1.0 == sections.stretch[0][0]
+
+
+def test_a_role_alone_takes_its_own_chain() -> None:
+    gpu = plain_gpu()
+    timed = solved(chain(3, 300, 700), gpu)
+    assert timed.period > 1400
+    assert alone(timed, rates_of(gpu), [1.0] * 6) == pytest.approx(1000)
+
+
+def test_factors_settle_where_a_total_binds() -> None:
+    # copies bind at 4000; the chain under them must still be that of the sharing rule at this period
+    gpu = plain_gpu(l2_bytes_per_clk=64.0)
+    shared = chain(2, 300, 700)
+    copy = Operation("copy", "load", Unit.L2, Work(global_read_bytes=64 * 4000), asynchronous=True)
+    loop = Loop((*shared.body, copy), shared.dependencies, (*shared.orders, Order("load", ("copy",))))
+    timed = solved(loop, gpu)
+    assert timed.period == pytest.approx(4000)
+    factor = timed.stretch[0][1]
+    assert factor == pytest.approx(1 + 700 * factor / 4000, rel=2e-3)
 
 
 def test_two_ctas_share_the_units_of_an_sm() -> None:

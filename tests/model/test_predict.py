@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 
 import pytest
@@ -12,7 +13,8 @@ from fa4tune.hardware.gpu import Gpu, load_gpu
 from fa4tune.kernels.config import default_config
 from fa4tune.kernels.plan import KernelPlan, Unit
 from fa4tune.kernels.program import build_plan
-from fa4tune.model.predict import clock_mhz, predict, slack
+from fa4tune.kernels.sm90.forward_plan import cta_trips, warpgroup_trips
+from fa4tune.model.predict import clock_mhz, load_of, predict, slack, steady
 from fa4tune.model.replay import replay
 from fa4tune.model.roofline import roofline
 from fa4tune.problem import AttentionProblem
@@ -159,3 +161,39 @@ def test_utilisation_of_the_replay_matches_the_prediction() -> None:
     period = predict(plan, gpu).period
     tensor = 2 * 2 * 256 * 128 * 128 / gpu.mma_flops_per_clk / 2 / period * 2
     assert played[Unit.TENSOR] == pytest.approx(tensor, rel=0.05)
+
+
+@pytest.mark.parametrize("tile", [(128, 128), (192, 64), (256, 80)])
+@pytest.mark.parametrize("seqlens", [(512, 512), (1000, 1000), (300, 900)])
+def test_warpgroups_above_the_diagonal_are_counted_as_the_kernel_runs(
+    tile: tuple[int, int], seqlens: tuple[int, int]
+) -> None:
+    gpu = load_gpu("h200")
+    problem = AttentionProblem(2, 4, 4, *seqlens, 64, 64, "bf16", "causal")
+    registers = {128: (240, 24), 192: (160, 32), 256: (112, 32)}[tile[0]]
+    base = default_config(problem, gpu.arch)
+    config = base.replace(
+        tile_m=tile[0], tile_n=tile[1], registers=registers, kv_stages=2, scheduler="lpt", overlap=False
+    )
+    load = load_of(build_plan(problem, config, gpu), gpu)
+    parts = tile[0] // 64
+    executed = masked = 0
+    for block in range(len(load.trips)):
+        own = [warpgroup_trips(problem, config, block, w) for w in range(parts)]  # type: ignore[arg-type]
+        assert max(t.total for t in own) <= cta_trips(problem, config, block)  # type: ignore[arg-type]
+        executed += sum(t.total for t in own)
+        masked += sum(t.masked for t in own)
+    assert load.executed * parts == pytest.approx(8 * executed)
+    tiles_masked = sum(t.masked for t in load.trips)
+    assert load.hidden * parts * tiles_masked == pytest.approx(masked)
+
+
+def test_first_tiles_take_longer_while_they_bring_keys_and_values() -> None:
+    gpu = load_gpu("h200")
+    plan = default_plan("b32_hq16_hk16_sq512_sk512_d128_dv128_bf16_causal_fwd", gpu)
+    assert load_of(plan, gpu).touched == 512
+    waited, found = steady(plan, gpu, 4, 1.0, False, math.inf), steady(plan, gpu, 4)
+    times = [4 * state.plain.period + state.later for state in (waited, found)]
+    assert times[0] > 1.05 * times[1]
+    slow = dataclasses.replace(gpu, hbm_gbytes_per_s=gpu.hbm_gbytes_per_s / 2)
+    assert predict(plan, slow).microseconds > predict(plan, gpu).microseconds

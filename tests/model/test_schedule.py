@@ -12,7 +12,7 @@ from fa4tune.kernels.plan import KernelPlan
 from fa4tune.kernels.program import build_plan
 from fa4tune.kernels.tiles import Trips
 from fa4tune.model.roofline import head_trips
-from fa4tune.model.schedule import L2_SECTION_BYTES, hbm_bytes, makespan, workers
+from fa4tune.model.schedule import L2_SECTION_BYTES, first_touch, hbm_bytes, makespan, workers
 from fa4tune.problem import AttentionProblem
 
 
@@ -122,3 +122,11 @@ def test_hbm_reads_keys_again_where_l2_is_too_small() -> None:
 def test_trips_of_a_masked_tile_are_counted() -> None:
     span = makespan(plan_of("b1_hq1_hk1_sq128_sk128_d64_dv64_bf16_full_fwd"), (Trips(4, 1),), 132, 0.0, 0.5)
     assert (span.tiles, span.iterations, span.masked) == (1, 4, 1)
+
+
+def test_first_tiles_bring_keys_and_values_where_heads_outnumber_ctas() -> None:
+    plan = plan_of("b32_hq16_hk16_sq512_sk512_d128_dv128_bf16_causal_fwd", tile_m=128, scheduler="lpt")
+    # 512 heads in sections of 200; a first tile moves 512 keys and values, 128 rows of q and out, and the lse
+    assert first_touch(plan, 132) == (512, 512 * 512 + 128 * (512 + 4))
+    few = plan_of("b1_hq16_hk16_sq4096_sk4096_d128_dv128_bf16_causal_fwd", tile_m=128, scheduler="lpt")
+    assert first_touch(few, 132) == (0, 0.0)
