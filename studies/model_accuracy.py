@@ -36,7 +36,7 @@ FRESH = DATA.with_name("campaign_fresh.jsonl")
 """Shapes that no fit has seen."""
 
 FIGURE = Path(__file__).parent / "figures" / "model_accuracy.png"
-PROFILED = Path(__file__).parent / "data" / "ncu_h200.jsonl"
+PROFILED = tuple(Path(__file__).parent / "data" / name for name in ("ncu_h200_s4096.jsonl", "ncu_h200.jsonl"))
 UPSTREAM = Path(__file__).parent / "data" / "upstream_softmax_h200.json"
 
 PUBLISHED_B200 = {1024: 1355, 2048: 1468, 4096: 1532, 8192: 1579, 16384: 1601, 32768: 1613}
@@ -178,14 +178,15 @@ def draw(
 def profiler() -> None:
     """Busy share of tensor cores and exponential unit, predicted against a profiler's, and the clock."""
     gpu = load_gpu("h200")
-    rows = [json.loads(line) for line in PROFILED.read_text().splitlines()]
+    rows = [json.loads(line) for path in PROFILED for line in path.read_text().splitlines()]
     errors: dict[str, list[float]] = {"tensor": [], "exp": []}
     clocks = []
     current, older = KERNEL_VERSIONS["sm90_fwd"], 0
-    header = rows[0].get("provenance", {})
+    header: dict[str, object] = {}
     print("\n## Profiled kernels: busy share of the kernel's time, predicted (measured)")
     for row in rows:
         if "problem" not in row:
+            header = row["provenance"]
             continue
         version = row.get("kernel_version", header.get("kernel_version"))
         if version is None:
