@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +22,12 @@ if TYPE_CHECKING:
     from fa4tune.emulator.machine import Result
     from fa4tune.hardware.gpu import Gpu
     from fa4tune.kernels.compile import CompiledKernel
+    from fa4tune.kernels.plan import KernelPlan
 
 OUT_BOUND = 1e-2
 """Largest difference of an output element from float64, relative to the largest element."""
+MAX_CLUSTER = 16
+"""CTAs of the largest cluster."""
 LSE_BOUND = 1e-3
 """Largest absolute difference of a log-sum-exp from float64."""
 
@@ -147,7 +153,8 @@ def emulate_forward(
         inputs: q, k, v; Gaussian from ``seed`` if None.
         softmax_scale: factor of the scores; 1/sqrt(head_dim) if None.
         late, counters, trace, check, waivers, progress: as :func:`fa4tune.emulator.machine.run` takes them.
-        kernel: a kernel of that class that is compiled already.
+        kernel: a kernel of that class that is compiled already. With ``check`` and without this one, the
+            kernel is compiled once more with line information, for the findings.
 
     Raises:
         CompileError, InfeasibleError: there is no such kernel.
@@ -155,26 +162,29 @@ def emulate_forward(
     """
     import torch
 
-    from fa4tune.emulator.capture import capture
+    from fa4tune.emulator.capture import capture, kernel_ptx
     from fa4tune.emulator.machine import run
     from fa4tune.kernels.compile import compile_kernel
     from fa4tune.kernels.program import build_plan
     from fa4tune.kernels.reference import attention
     from fa4tune.runtime.arguments import forward_caller
 
-    build_plan(problem, config, gpu)
+    plan = build_plan(problem, config, gpu)
+    compiled: Any = kernel
     if kernel is None:
         kernel = compile_kernel(KernelClass.from_problem(problem, config, gpu.arch))
+        compiled = compile_with_lines(kernel.kernel_class) if check else kernel
     q, k, v = inputs if inputs is not None else random_inputs(problem, seed)
     out = torch.full((*q.shape[:3], problem.head_dim_v), float("nan"), dtype=q.dtype)
     lse = torch.full((problem.batch, problem.heads, problem.seqlen_q), float("nan"))
     names = [a.name for a in kernel.signature]
-    ptx = kernel.ptx
+    ptx = kernel_ptx(compiled)
+    roles = warp_roles(plan)
     results: list[Result] = []
 
     def host(*args: Any) -> None:
         for launched in capture(
-            kernel, args, ptx=ptx, names=names, read_only=("mQ", "mK", "mV"), sm_count=gpu.sm_count
+            compiled, args, ptx=ptx, names=names, read_only=("mQ", "mK", "mV"), sm_count=gpu.sm_count
         ):
             results.append(
                 run(
@@ -186,6 +196,7 @@ def emulate_forward(
                     check=check,
                     waivers=waivers,
                     progress=progress,
+                    roles=roles,
                 )
             )
 
@@ -198,6 +209,28 @@ def emulate_forward(
     return EmulatedCall(
         problem, kernel, out, lse, relative_error(out, exact_out), absolute_error(lse, exact_lse), results
     )
+
+
+def warp_roles(plan: KernelPlan) -> dict[tuple[int, int], str]:
+    """The plan's role of each warp, by (rank of its CTA in the cluster, warp number)."""
+    return {
+        (rank, warp): role.name
+        for role in plan.roles
+        for rank in (range(MAX_CLUSTER) if role.cta_rank is None else (role.cta_rank,))
+        for warp in range(role.first_warp, role.first_warp + role.warps)
+    }
+
+
+@cache
+def compile_with_lines(kernel_class: KernelClass) -> Any:
+    """The compiler's result for a kernel class, with line information; needs the compiler in this process."""
+    from fa4tune.testing import compile_host
+
+    module = importlib.import_module(kernel_class.module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's, about loops that are meant to be unrolled
+        host, arguments = module.build(kernel_class.representative(), kernel_class.config)
+        return compile_host(host, *arguments, arch=kernel_class.arch, stream=False)
 
 
 def _window(problem: AttentionProblem) -> tuple[int | None, int | None]:

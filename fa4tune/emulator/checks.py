@@ -85,13 +85,13 @@ class WaiverError(EmulationError, ValueError):
 
 
 def waived_kinds(waivers: Iterable[str]) -> dict[str, str]:
-    """The waiver that covers each waived kind.
+    """The waiver that covers each waived kind; a string is one name.
 
     Raises:
         WaiverError: there is no waiver of a name.
     """
     out: dict[str, str] = {}
-    for name in waivers:
+    for name in (waivers,) if isinstance(waivers, str) else waivers:
         if name not in WAIVERS:
             raise WaiverError(f"there is no waiver {name!r}; choose of {', '.join(WAIVERS)}")
         out |= dict.fromkeys(WAIVERS[name][0], name)
@@ -140,9 +140,9 @@ class Checks:
         details: tuple[str, ...] = ()
         if other is not None:
             who, what, words = other
-            details = (
-                f"against {words} at PTX line {what.line} `{what.text}`{self.source(what)} [{role(who)}]",
-            )
+            at = self.machine.source(what)
+            source = f" ({at})" if at else ""
+            details = (f"against {words} at PTX line {what.line} `{what.text}`{source} [{role(who)}]",)
         waiver = self.waived.get(kind)
         self.machine.findings.append(
             Finding(
@@ -152,18 +152,11 @@ class Checks:
                 line=line,
                 text=instruction.text if instruction is not None else "",
                 where=role(warp),
-                source=self.source(instruction).strip(" ()"),
+                source=self.machine.source(instruction),
                 details=details,
                 extra={"waiver": waiver} if waiver else {},
             )
         )
-
-    def source(self, instruction: Instruction | None) -> str:
-        """`` (file:line)`` where the PTX has line information."""
-        if instruction is None or instruction.source is None:
-            return ""
-        number, line = instruction.source
-        return f" ({self.machine.module.files.get(number, f'file {number}')}:{line})"
 
 
 def role(warp: Any) -> str:

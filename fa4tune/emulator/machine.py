@@ -6,7 +6,7 @@ import os
 import random
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,6 +66,10 @@ TIME_OUT_SHARE = 0.2  #: of unsuccessful try_waits that end at once in late mode
 BACKENDS = ("auto", "native", "plain")
 
 Progress = Callable[[int, int], None]
+
+
+class BackendError(EmulationError, ValueError):
+    """A back-end that does not exist."""
 
 
 @dataclass(slots=True)
@@ -203,8 +207,10 @@ class Machine:
         counters: bool,
         trace: bool,
         waivers: Iterable[str] | None = None,
+        roles: Mapping[tuple[int, int], str] | None = None,
     ) -> None:
         self.module = module
+        self.roles = roles or {}
         self.checks = None if waivers is None else Checks(self, waivers)
         self.compiler = compiler
         self.program = compiler.program
@@ -347,13 +353,16 @@ class Machine:
                 return mapping[line]
         return None
 
+    def source(self, instruction: Instruction | None) -> str:
+        """``file:line`` of an instruction where the PTX has line information, else nothing."""
+        if instruction is None or instruction.source is None:
+            return ""
+        number, line = instruction.source
+        return f"{self.module.files.get(number, f'file {number}')}:{line}"
+
     def finding(self, error: FaultError, warp: Warp | None) -> Finding:
         """A fault as a finding, with its instruction."""
         instruction = self.locate(error)
-        source = ""
-        if instruction is not None and instruction.source is not None:
-            number, line = instruction.source
-            source = f"{self.module.files.get(number, f'file {number}')}:{line}"
         who = self.current[1] or warp
         return Finding(
             error.kind,
@@ -361,7 +370,7 @@ class Machine:
             line=instruction.line if instruction is not None else 0,
             text=instruction.text if instruction is not None else "",
             where=who.label if who is not None else "",
-            source=source,
+            source=self.source(instruction),
             details=error.details,
         )
 
@@ -394,9 +403,12 @@ def _machine(
     backend: str | None, module: Module, compiler: Compiler, launch: Launch, **options: Any
 ) -> Machine:
     """A machine over one of the back-ends."""
-    backend = backend or os.environ.get("FA4TUNE_EMULATOR", "auto")
+    given = "backend" if backend else "FA4TUNE_EMULATOR"
+    backend = backend or os.environ.get("FA4TUNE_EMULATOR") or "auto"
     if backend not in BACKENDS:
-        raise EmulationError(f"there is no back-end {backend!r}; choose one of {', '.join(BACKENDS)}")
+        raise BackendError(
+            f"{given} is {backend!r}, which is no back-end; choose one of {', '.join(BACKENDS)}"
+        )
     if backend != "plain":
         from fa4tune.emulator.native import backend as native
 
@@ -418,6 +430,7 @@ def run(
     progress: Progress | None = None,
     backend: str | None = None,
     workers: int = 1,
+    roles: Mapping[tuple[int, int], str] | None = None,
 ) -> Result:
     """Execute one kernel launch on the CPU. Buffers of the launch are read and written in place.
 
@@ -430,25 +443,29 @@ def run(
         trace: record every arrival and every wait at every barrier.
         check: look for races, missing fences and waits, and reads of what was never written
             (:data:`fa4tune.emulator.checks.KINDS`).
-        waivers: names of :data:`fa4tune.emulator.checks.WAIVERS`; what they cover gets the severity
-            ``waived``.
+        waivers: names of :data:`fa4tune.emulator.checks.WAIVERS`, or one name; what they cover gets the
+            severity ``waived``.
         progress: called with (clusters done, clusters in all).
         backend: ``native`` code through LLVM and a C compiler, the ``plain`` NumPy code, whose results are
             the same bits, or ``auto``: native where it can be had. None: what the environment variable
             ``FA4TUNE_EMULATOR`` says, else ``auto``.
-        workers: cores that run clusters side by side, where native code runs them, no trace is asked for and
-            they share no atomics; results are those of one core.
+        workers: threads that run clusters of this launch side by side in native code. Clusters run one
+            after another all the same, whatever the number, with ``check`` (races between clusters are found
+            in one record of global memory), with ``trace``, on the plain back-end, and where the kernel has
+            atomics or reductions on global memory. Results are those of one thread.
+        roles: what a warp is called in findings, by (rank of its CTA in the cluster, warp number).
 
     Returns:
         findings, counters and trace. A kernel that hangs or faults gives a finding, not an exception.
 
     Raises:
         EmulationError: PTX or a launch outside of the model.
+        ValueError: a back-end or waiver that does not exist.
     """
     module, compiler = load(ptx, launch.entry, check)
     machine = _machine(
         backend, module, compiler, launch, late=late, counters=counters, trace=trace,
-        waivers=waivers if check else None,
+        waivers=waivers if check else None, roles=roles,
     )  # fmt: skip
     result = Result(findings=machine.findings, trace=machine.trace)
     shape = machine.cluster_shape
@@ -461,7 +478,17 @@ def run(
     if min(workers, total) > 1 and not check and machine.parallel and not trace:
         from fa4tune.emulator.native.parallel import run_clusters
 
-        make = partial(_machine, backend, module, compiler, launch, late=late, counters=counters, trace=False)
+        make = partial(
+            _machine,
+            backend,
+            module,
+            compiler,
+            launch,
+            late=late,
+            counters=counters,
+            trace=False,
+            roles=roles,
+        )
         with single_thread():
             done, result.matrix_seconds = run_clusters(
                 make, positions, min(workers, total), counters, progress

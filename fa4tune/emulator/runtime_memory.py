@@ -140,7 +140,7 @@ def shared_groups(w: Any, addresses: Array, cluster: bool) -> list[tuple[Any, Ar
 
 def _check_shared(cta: Any, offsets: Array, nbytes: int, what: str) -> None:
     low, high = int(offsets.min()), int(offsets.max())
-    cta.smem.check(low + SMEM_BASE, 1, what)
+    cta.smem.check(low + SMEM_BASE, nbytes, what)
     cta.smem.check(high + SMEM_BASE, nbytes, what)
 
 

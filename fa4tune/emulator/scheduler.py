@@ -134,6 +134,8 @@ def _report(cluster: Cluster) -> list[str]:
         operations = program.blocks[w.pc].operations
         at = operations[0].instruction if operations else None
         place = f"PTX line {at.line} `{at.text}`" if at is not None else f"block {w.pc}"
+        source = cluster.machine.source(at)
+        place += f" ({source})" if source else ""
         state = "blocked" if w.state == BLOCKED else "running"
         why = ""
         if w.state == BLOCKED and w.waiting is not None:
@@ -169,6 +171,7 @@ def _finish(cluster: Cluster) -> None:
                 line=operation.instruction.line,
                 text=operation.instruction.text,
                 where=operation.warp.label,
+                source=machine.source(operation.instruction),
             )
         )
     for warp in cluster.warps:
@@ -184,6 +187,7 @@ def _finish(cluster: Cluster) -> None:
                             line=operation.instruction.line,
                             text=operation.instruction.text,
                             where=warp.label,
+                            source=machine.source(operation.instruction),
                         )
                     )
     for cta in cluster.ctas:

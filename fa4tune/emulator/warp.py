@@ -163,7 +163,8 @@ class Warp:
     @property
     def label(self) -> str:
         """Who this is, for reports."""
-        return f"cta {self.cta.label} warp {self.index}"
+        role = self.machine.roles.get((self.cta.rank, self.index))
+        return f"cta {self.cta.label} warp {self.index}" + (f" ({role})" if role else "")
 
     def special64(self, name: str) -> Array:
         """A 64-bit special register (the clocks count executed instructions)."""

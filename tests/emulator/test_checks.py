@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fa4tune.emulator.checks import KINDS, WAIVERS
+from fa4tune.emulator.checks import KINDS, WAIVERS, waived_kinds
 from fa4tune.errors import EmulationError
 from tests.emulator.checked_kernels import (
     ALL,
@@ -298,6 +298,23 @@ def test_waivers_are_listed_with_reasons_and_unknown_ones_refused() -> None:
         assert reason.endswith(".")
     with pytest.raises(EmulationError, match="no waiver 'everything'"):
         EXCHANGE.run(waivers=("everything",))
+    with pytest.raises(EmulationError, match="no waiver 'everything'"):
+        EXCHANGE.run(waivers="everything")
+
+
+def test_a_waiver_may_be_given_as_one_string() -> None:
+    assert (
+        waived_kinds("wgmma-fence") == waived_kinds(["wgmma-fence"]) == {"missing-wgmma-fence": "wgmma-fence"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("access", "nbytes"), [("st.shared.b32 [%r1+65536], %r4;", 4), ("st.shared.b8 [%r1+65536], %r4;", 1)]
+)
+def test_a_store_out_of_bounds_names_its_bytes(access: str, nbytes: int) -> None:
+    findings = EXCHANGE.run(("bar.sync 0; // written", access)).findings
+    (finding,) = (f for f in findings if f.kind == "out-of-bounds")
+    assert f"a shared store of {nbytes} bytes at shared offset" in finding.message
 
 
 @pytest.mark.parametrize(

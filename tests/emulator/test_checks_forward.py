@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from fa4tune.cli import main
 from fa4tune.cli.main import app
+from fa4tune.emulator import capture
 from fa4tune.emulator.attention import emulate_forward
+from fa4tune.emulator.capture import kernel_ptx
 from fa4tune.hardware.gpu import choose_gpu
 from fa4tune.kernels.config import default_config
+from fa4tune.kernels.program import build_plan
 from fa4tune.problem import AttentionProblem
 
 pytest.importorskip("cutlass")
@@ -85,3 +90,42 @@ def test_waivers_that_make_no_sense_are_bad_usage(
         main.main()
     assert done.value.code == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_unknown_back_end_in_the_environment_is_bad_usage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FA4TUNE_EMULATOR", "bogus")
+    monkeypatch.setattr("sys.argv", ["fa4tune", "emulate", CASES[0][1], "--arch", "sm_90a"])
+    with pytest.raises(SystemExit) as done:
+        main.main()
+    assert done.value.code == 2
+    complaint = "FA4TUNE_EMULATOR is 'bogus', which is no back-end; choose one of auto, native, plain"
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["missing-proxy-fence", "deadlock"])
+def test_findings_of_our_kernel_name_source_line_and_role(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+
+    def faulty(compiled: object) -> str:
+        lines.extend(kernel_ptx(compiled).splitlines())
+        wanted = "fence.proxy.async" if kind == "missing-proxy-fence" else "mbarrier.arrive.expect_tx"
+        return "\n".join("" if wanted in line else line for line in lines) + "\n"
+
+    monkeypatch.setattr(capture, "kernel_ptx", faulty)
+    problem = AttentionProblem.parse(CASES[0][1])
+    gpu = dataclasses.replace(choose_gpu(None, "sm_90a"), sm_count=1)
+    config = default_config(problem, "sm_90a")
+    roles = {role.name for role in build_plan(problem, config, gpu).roles}
+    call = emulate_forward(problem, config, gpu, check=True)
+    finding = next(f for f in call.findings if f.kind == kind)
+    file, number = finding.source.rsplit(":", 1)
+    assert Path(file).name in {"forward.py", "tiles.py", "softmax.py", "tile_scheduler.py", "mask.py"}
+    assert 0 < int(number) <= len(Path(file).read_text().splitlines())
+    named = re.search(r"warp \d+ \((\w+)\)", finding.where)
+    assert named is not None
+    assert named[1] in roles
+    blocked = [d for d in finding.details if " blocked at " in d]
+    assert bool(blocked) == (kind == "deadlock")
+    assert all(re.search(r"warp \d+ \(\w+\) blocked at PTX line \d+ `.*` \(.*:\d+\)", d) for d in blocked)
