@@ -4,14 +4,19 @@ One synchronising instruction, descriptor, address or byte count of a kernel is 
 seed among the instructions that the study's problem executes. The changed kernel runs under the checks, eagerly
 and then over three late seeds, until something is found; its output is compared with the unchanged kernel's.
 
+A record belongs to the PTX that it was drawn from (its SHA-256): ``run`` drops records of a kernel that today's
+default no longer is.
+
     python studies/emulator_mutants.py run [--count 100] [--seed 0]   appends to data/emulator_mutants.jsonl, resumes
     python studies/emulator_mutants.py clean [--seeds 20]   the unchanged kernels under late seeds
+    python studies/emulator_mutants.py again [--seeds 20]   the survivors under further late seeds
     python studies/emulator_mutants.py summary              table, and data/emulator_mutants.json
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import random
 import re
@@ -19,7 +24,7 @@ import signal
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -188,11 +193,22 @@ class Mutant:
     line: int
     text: str
     changed: str
+    before: str
+    after: str
+
+
+def beside(lines: list[str], number: int, step: int) -> str:
+    """The nearest instruction before (``step`` -1) or after line ``number`` (from 1), blanks and comments left out."""
+    at = number - 1 + step
+    while 0 <= at < len(lines) and (not lines[at].strip() or lines[at].strip().startswith("//")):
+        at += step
+    return lines[at].strip() if 0 <= at < len(lines) else ""
 
 
 def mutants(arch: str, ptx: str) -> Iterator[Mutant]:
     """Every edit at every place."""
-    for number, text in enumerate(ptx.splitlines(), 1):
+    lines = ptx.splitlines()
+    for number, text in enumerate(lines, 1):
         for category, name, pattern, edit in EDITS:
             match = re.search(pattern, text)
             if match is not None:
@@ -204,7 +220,8 @@ def mutants(arch: str, ptx: str) -> Iterator[Mutant]:
                         changed = f"{text} {text}"
                     if name.endswith("removed") and new[-1].startswith("//"):
                         changed = f"// {text}"
-                    yield Mutant(arch, category, name, number, text.strip(), changed)
+                    before, after = beside(lines, number, -1), beside(lines, number, 1)
+                    yield Mutant(arch, category, name, number, text.strip(), changed, before, after)
 
 
 def drawn(arch: str, ptx: str, executed: set[int], count: int, seed: int) -> list[Mutant]:
@@ -240,6 +257,14 @@ class Subject:
     launches: list[Launch]
     out: torch.Tensor
     lse: torch.Tensor
+    config: str
+    kernel_version: int
+    compiler: str
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the PTX."""
+        return hashlib.sha256(self.ptx.encode()).hexdigest()
 
     def run(self, ptx: str, late: int | None, **options: Any) -> tuple[list[Finding], bool]:
         """Findings, and whether every launch completed."""
@@ -259,7 +284,8 @@ def subject(arch: str) -> Subject:
     text, sms = KERNELS[arch]
     problem = AttentionProblem.parse(text)
     gpu = choose_gpu(None, arch)
-    kernel = compile_kernel(KernelClass.from_problem(problem, default_config(problem, arch), arch))
+    config = default_config(problem, arch)
+    kernel = compile_kernel(KernelClass.from_problem(problem, config, arch))
     q, k, v = random_inputs(problem, 1)
     q *= 8  # maxima grow by more than the rescale threshold, so that the rescaling is executed too
     out = torch.full_like(q, float("nan"))
@@ -274,7 +300,8 @@ def subject(arch: str) -> Subject:
     forward_caller(host, names, sm_count=small.sm_count, window=problem.window)(
         q, k, v, out, lse, problem.head_dim**-0.5
     )
-    return Subject(arch, kernel.ptx, launches, out, lse)
+    version = kernel.kernel_class.version
+    return Subject(arch, kernel.ptx, launches, out, lse, str(config), version, kernel.dsl_version)
 
 
 def applied(ptx: str, mutant: Mutant) -> str:
@@ -301,7 +328,8 @@ def judge(s: Subject, mutant: Mutant, expected: tuple[torch.Tensor, torch.Tensor
     ptx = applied(s.ptx, mutant)
     record: dict[str, Any] = {
         "arch": mutant.arch, "category": mutant.category, "edit": mutant.edit, "line": mutant.line,
-        "text": mutant.text, "changed": mutant.changed, "verdict": "survived", "killed_by": "", "mode": "",
+        "text": mutant.text, "changed": mutant.changed, "before": mutant.before, "after": mutant.after,
+        "ptx": s.digest, "verdict": "survived", "killed_by": "", "mode": "",
     }  # fmt: skip
     for late in (None, *LATE_SEEDS):
         signal.alarm(TIME_LIMIT)
@@ -340,11 +368,15 @@ def _alarm(number: int, frame: object) -> None:
 
 
 def run_all(count: int, seed: int) -> None:
-    """Judge ``count`` mutants a kernel; those in the file already are left out."""
+    """Judge ``count`` mutants a kernel; those in the file already are left out.
+
+    Records of another PTX than today's kernels compile to are dropped from the file first.
+    """
     signal.signal(signal.SIGALRM, _alarm)
+    subjects = {arch: subject(arch) for arch in KERNELS}
+    drop_others({arch: s.digest for arch, s in subjects.items()})
     done = {(r["arch"], r["edit"], r["line"]) for r in read_lines()}
-    for arch in KERNELS:
-        s = subject(arch)
+    for arch, s in subjects.items():
         findings, completed = s.run(s.ptx, None)
         if findings or not completed:
             raise SystemExit(f"the unchanged {arch} kernel is not clean: {[str(f) for f in findings]}")
@@ -372,6 +404,35 @@ def clean(seeds: int) -> None:
                 print(f"  {finding}")
 
 
+def again(seeds: int) -> None:
+    """Survivors that an argument calls equivalent, over further late seeds."""
+    for arch in KERNELS:
+        s = subject(arch)
+        s.run(s.ptx, None)
+        expected = s.out.clone(), s.lse.clone()
+        for record in read_lines():
+            if record["ptx"] != s.digest or record["verdict"] != "survived":
+                continue
+            mutant = Mutant(**{f.name: record[f.name] for f in fields(Mutant)})
+            bad = []
+            for late in range(100, 100 + seeds):
+                findings, completed = s.run(applied(s.ptx, mutant), late)
+                same = torch.equal(s.out.view(torch.int16), expected[0].view(torch.int16))
+                if findings or not completed or not same or not torch.equal(s.lse, expected[1]):
+                    bad.append(late)
+            print(
+                f"{arch} {mutant.edit} (line {mutant.line}): {len(bad)} of {seeds} seeds find it", flush=True
+            )
+
+
+def drop_others(digests: dict[str, str]) -> None:
+    """Rewrite the records' file without those of a PTX other than these, by architecture."""
+    records = read_lines()
+    kept = [r for r in records if r["ptx"] == digests[r["arch"]]]
+    if len(kept) < len(records):
+        LINES.write_text("".join(json.dumps(r) + "\n" for r in kept))
+
+
 def read_lines() -> list[dict[str, Any]]:
     """What was judged so far."""
     if not LINES.exists():
@@ -381,130 +442,209 @@ def read_lines() -> list[dict[str, Any]]:
 
 # -- summary
 
-#: Why a mutant that nothing kills computes the same, by edit (a pattern) and line and text of the instruction.
-ARGUMENTS: tuple[tuple[str, str, str], ...] = (
-    (
-        "wgmma.fence removed",
-        r"^sm_90a ",
-        "an earlier wgmma.fence covers it: the run saw no other instruction touch the registers since",
-    ),
-    (
-        "permit kept",
-        r"^sm_100a ",
-        "the permit is for other CTAs of the SM to allocate, and no other CTA fits beside this one",
-    ),
-    (
-        "mbarrier wait on the next barrier",
-        r"^sm_90a 298 ",
-        "the producer of K waits for the other of two stages: for even tiles that is a later release by the "
-        "same warps, which implies this one's, and the wait of an even tile is also what the next, odd one "
-        "needs",
-    ),
-    (
-        "mbarrier wait removed",
-        r"^sm_90a 526 ",
-        "a warpgroup without rows hands on stages of V that it does not read; the turns of the warpgroups "
-        "(named barriers) keep it from releasing tile j before all have released tile j - 2",
-    ),
-    (
-        "mbarrier wait on the next barrier",
-        r"^sm_90a 505 ",
-        "a warpgroup without rows hands on stages of K that it does not read; those that read them wait "
-        "themselves, and the turns keep it from releasing a stage twice in a phase",
-    ),
-    (
-        "mbarrier wait on the barrier before",
-        r"^sm_90a 200 ",
-        "the first K of a tile follows the load of Q, whose wait covers all products of the tile before",
-    ),
-    (
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """Why one mutant that nothing kills computes the same.
+
+    The instruction is named by its text and those of its neighbours, registers included, never by a line number: in
+    another kernel the argument must be made again.
+    """
+
+    arch: str
+    edit: str
+    before: str
+    text: str
+    after: str
+    why: str
+
+    def holds(self, mutant: dict[str, Any]) -> bool:
+        """Whether a mutant (a record, or a :class:`Mutant` as a dictionary) is the one argued about."""
+        return all(mutant[f] == getattr(self, f) for f in ("arch", "edit", "before", "text", "after"))
+
+
+ARGUMENTS: tuple[Argument, ...] = (
+    Argument(
+        "sm_90a",
         "named barrier of the next number",
-        r"^sm_90a 93 ",
+        "$L__BB0_4:",
+        "bar.sync \t0;",
+        "shr.s32 \t%r86, %r4, 31;",
         "all warps of the CTA meet at barrier 1 instead of 0; its other users come to it only afterwards",
     ),
-    (
+    Argument(
+        "sm_90a",
+        "mbarrier wait on the barrier before",
+        "LAB_WAIT:",
+        "mbarrier.try_wait.parity.shared.b64 P1, [%r1251], %r1334, 10000000;",
+        "@P1 bra.uni DONE;",
+        "the first K of a tile follows the load of Q, whose wait covers all products with K of the tile before",
+    ),
+    Argument(
+        "sm_90a",
+        "mbarrier wait on the next barrier",
+        "LAB_WAIT:",
+        "mbarrier.try_wait.parity.shared.b64 P1, [%r1279], %r1334, 10000000;",
+        "@P1 bra.uni DONE;",
+        "the producer of K waits for the other of two stages: for even tiles that is a later release by the same warps, which implies this one's, and the wait of an even tile is also what the next, odd one needs",
+    ),
+    Argument(
+        "sm_90a",
         "named barrier of the next number",
-        r"^sm_90a 427 ",
+        "mov.b32 \t%r98, 4;",
+        "bar.arrive %r98, 256;",
+        "$L__BB0_42:",
         "the first turn goes to the second warpgroup instead of the first; the order of turns decides nothing",
     ),
-    (
+    Argument(
+        "sm_90a",
         "mbarrier wait on the next barrier",
-        r"^sm_100a (6397|6451) ",
-        "the producer's tail waits for every stage in turn; the release of the next stage implies this one's, "
-        "as commits complete in order of issue",
+        "LAB_WAIT:",
+        "mbarrier.try_wait.parity.shared.b64 P1, [%r121], %r1342, 10000000;",
+        "@P1 bra.uni DONE;",
+        "a warpgroup without rows hands on stages of K that it does not read; those that read them wait themselves, and the turns keep it from releasing a stage twice in a phase",
     ),
-    (
+    Argument(
+        "sm_90a",
         "mbarrier wait removed",
-        r"^sm_100a 6480 ",
-        "the producer's tail waits for the halves of Q; the commits to both follow each other, and the other is "
-        "waited for",
+        "LAB_WAIT:",
+        "mbarrier.try_wait.parity.shared.b64 P1, [%r126], %r1342, 10000000;",
+        "@P1 bra.uni DONE;",
+        "a warpgroup without rows hands on stages of V that it does not read; the turns of the warpgroups (named barriers) keep it from releasing tile j before all have released tile j - 2",
     ),
-    (
-        "mbarrier wait on the (barrier before|next barrier)",
-        r"^sm_100a 6491 ",
-        "the last wait of the producer's tail keeps the CTA until a commit arrives; the commits of the last "
-        "products come after that one, and the correction warps wait for them",
+    Argument(
+        "sm_90a",
+        "wgmma.fence removed",
+        "mov.b64 \t%rd58, {%r849, %r850};",
+        "wgmma.fence.sync.aligned;",
+        "mov.b32 \t%r843, 1;",
+        "between the fence at the product before (Q K^T) and this one nothing touches the accumulator or P's registers: the products between write other registers",
     ),
-    (
-        "mbarrier wait removed",
-        r"^sm_100a 6108 ",
-        "the first K of a tile follows the load of Q, whose wait covers all products of the tile before",
+    Argument(
+        "sm_100a",
+        "permit kept",
+        "tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 \t[__dynamic_shmem__0+231776], %r236;",
+        "tcgen05.relinquish_alloc_permit.cta_group::2.sync.aligned;",
+        "$L__BB0_6:",
+        "the permit is for other CTAs of the SM to allocate; this one takes all 512 columns and 226 KiB of shared memory, so that no other fits beside it",
     ),
-    (
-        "mbarrier wait on the barrier before",
-        r"^sm_100a 6161 ",
-        "the barrier of the other half of Q: the commits to both follow each other, after the same products",
+    Argument(
+        "sm_100a",
+        "tcgen05.fence::before removed",
+        "$L__BB0_43:",
+        "tcgen05.fence::before_thread_sync;",
+        "bar.warp.sync \t-1;",
+        "no access to TMEM lies between the fence ahead of it and this one",
     ),
-    (
-        "mbarrier wait on the barrier before",
-        r"^sm_100a 6055 ",
-        "it waits until the output of the tile before lies in shared memory, which comes after the products "
-        "that read Q",
-    ),
-    (
+    Argument(
+        "sm_100a",
         "tcgen05.fence::after removed",
-        r"^sm_100a 5571 ",
+        "xor.b32 \t%r3828, %r3821, %r457;",
+        "tcgen05.fence::after_thread_sync;",
+        "shl.b32 \t%r458, %r3822, 10;",
+        "the waits ahead of it are for loads into shared memory; what hands over the columns that the product overwrites has fences of its own",
+    ),
+    Argument(
+        "sm_100a",
+        "tcgen05.fence::after removed",
+        "$L__BB0_156:",
+        "tcgen05.fence::after_thread_sync;",
+        "elect.sync \t%r674|%p227, -1;",
         "no wait lies between the fence ahead of it and this one",
     ),
-    (
-        "tcgen05.fence::after removed",
-        r"^sm_100a 5000 ",
-        "the waits ahead of it are for loads into shared memory; what hands over the columns that the product "
-        "overwrites has fences of its own",
+    Argument(
+        "sm_100a",
+        "mbarrier wait on the barrier before",
+        "LAB_WAIT:",
+        "mbarrier.try_wait.parity.shared.b64 P1, [%r285], %r3836, 10000000;",
+        "@P1 bra.uni DONE;",
+        "it waits until the output of the tile before lies in shared memory, which comes after the products that read Q",
     ),
-    (
-        "tcgen05.fence::before removed",
-        r"^sm_100a 3307 ",
-        "no access to TMEM lies between the fence ahead of it and this one",
+    Argument(
+        "sm_100a",
+        "mbarrier wait removed",
+        "LAB_WAIT:",
+        "mbarrier.try_wait.parity.shared.b64 P1, [%r318], %r3835, 10000000;",
+        "@P1 bra.uni DONE;",
+        "the first K of a tile follows the load of Q, whose wait covers all products with K of the tile before, and those come after every product that read the stage",
+    ),
+    Argument(
+        "sm_100a",
+        "mbarrier wait on the barrier before",
+        "LAB_WAIT:",
+        "mbarrier.try_wait.parity.shared.b64 P1, [%r331], %r3836, 10000000;",
+        "@P1 bra.uni DONE;",
+        "the barrier of the other half of Q: the commits to both follow each other, after the same products",
+    ),
+    Argument(
+        "sm_100a",
+        "mbarrier wait on the next barrier",
+        "LAB_WAIT:",
+        "mbarrier.try_wait.parity.shared.b64 P1, [%r397], %r398, 10000000;",
+        "@P1 bra.uni DONE;",
+        "the producer's tail waits for every stage in turn; the release of the next stage implies this one's, as commits complete in order of issue",
+    ),
+    Argument(
+        "sm_100a",
+        "mbarrier wait on the next barrier",
+        "LAB_WAIT:",
+        "mbarrier.try_wait.parity.shared.b64 P1, [%r403], %r404, 10000000;",
+        "@P1 bra.uni DONE;",
+        "the producer's tail waits for every stage in turn; the release of the next stage implies this one's, as commits complete in order of issue",
+    ),
+    Argument(
+        "sm_100a",
+        "mbarrier wait removed",
+        "LAB_WAIT:",
+        "mbarrier.try_wait.parity.shared.b64 P1, [%r407], %r3836, 10000000;",
+        "@P1 bra.uni DONE;",
+        "the producer's tail waits for the halves of Q; the commits to both follow each other, and the other is waited for",
+    ),
+    Argument(
+        "sm_100a",
+        "mbarrier wait on the barrier before",
+        "LAB_WAIT:",
+        "mbarrier.try_wait.parity.shared.b64 P1, [%r408], %r3836, 10000000;",
+        "@P1 bra.uni DONE;",
+        "the last wait of the producer's tail keeps the CTA until a commit arrives; the commits of the last products come after that one, and the correction warps wait for them",
+    ),
+    Argument(
+        "sm_100a",
+        "mbarrier wait on the next barrier",
+        "LAB_WAIT:",
+        "mbarrier.try_wait.parity.shared.b64 P1, [%r408], %r3836, 10000000;",
+        "@P1 bra.uni DONE;",
+        "the last wait of the producer's tail keeps the CTA until a commit arrives; the commits of the last products come after that one, and the correction warps wait for them",
     ),
 )
 
 
 def argument(record: dict[str, Any]) -> str | None:
     """The argument that a surviving mutant is equivalent, or None: it was missed."""
-    for edit, pattern, why in ARGUMENTS:
-        where = f"{record['arch']} {record['line']} {record['text']}"
-        if re.fullmatch(edit, record["edit"]) and re.search(pattern, where):
-            return why
-    return None
+    return next((a.why for a in ARGUMENTS if a.holds(record)), None)
 
 
 def summary() -> None:
     """Print the table and write the JSON."""
-    records = read_lines()
+    subjects = {arch: subject(arch) for arch in KERNELS}
+    every = read_lines()
+    records = [r for r in every if r["ptx"] == subjects[r["arch"]].digest]
+    if len(records) < len(every):
+        print(f"{len(every) - len(records)} records of other kernels left out; 'run' drops them")
     for record in records:
         if record["verdict"] == "survived":
             why = argument(record)
             record["verdict"] = "missed" if why is None else "equivalent"
             record["argument"] = why
     table: dict[str, Any] = {}
-    for arch in KERNELS:
+    for arch, s in subjects.items():
         mine = [r for r in records if r["arch"] == arch]
         verdicts = Counter(r["verdict"] for r in mine)
         killers = Counter(r["killed_by"] for r in mine if r["verdict"] == "killed")
         stuck = [r for r in mine if not r.get("completed", True) and "deadlock" in r.get("kinds", ())]
         table[arch] = {
-            "mutants": len(mine), "verdicts": dict(verdicts), "killed_by": dict(killers.most_common()),
+            "problem": KERNELS[arch][0], "config": s.config, "kernel_version": s.kernel_version,
+            "compiler": s.compiler, "ptx": s.digest, "mutants": len(mine), "verdicts": dict(verdicts), "killed_by": dict(killers.most_common()),
             "deadlocks": len(stuck), "hung": verdicts.get("hung", 0),
             "missed_share": verdicts.get("missed", 0) / max(len(mine), 1),
             "by_category": {
@@ -527,15 +667,17 @@ def summary() -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("command", choices=("run", "clean", "summary"))
+    parser.add_argument("command", choices=("run", "clean", "again", "summary"))
     parser.add_argument("--count", type=int, default=100, help="mutants a kernel")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
-    parser.add_argument("--seeds", type=int, default=20, help="late seeds of the clean runs")
+    parser.add_argument("--seeds", type=int, default=20, help="late seeds of the clean and repeated runs")
     arguments = parser.parse_args()
     if arguments.command == "run":
         run_all(arguments.count, arguments.seed)
     elif arguments.command == "clean":
         clean(arguments.seeds)
+    elif arguments.command == "again":
+        again(arguments.seeds)
     else:
         summary()
 

@@ -312,8 +312,8 @@ def test_a_waiver_may_be_given_as_one_string() -> None:
     ("access", "nbytes"), [("st.shared.b32 [%r1+65536], %r4;", 4), ("st.shared.b8 [%r1+65536], %r4;", 1)]
 )
 def test_a_store_out_of_bounds_names_its_bytes(access: str, nbytes: int) -> None:
-    findings = EXCHANGE.run(("bar.sync 0; // written", access)).findings
-    (finding,) = (f for f in findings if f.kind == "out-of-bounds")
+    (finding,) = EXCHANGE.run(("bar.sync 0; // written", access)).findings
+    assert finding.kind == "out-of-bounds"
     assert f"a shared store of {nbytes} bytes at shared offset" in finding.message
 
 

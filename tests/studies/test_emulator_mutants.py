@@ -6,6 +6,7 @@ import importlib.util
 import json
 import sys
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,6 +31,11 @@ def study() -> ModuleType:
 @pytest.fixture(scope="module")
 def hopper(study: ModuleType) -> Any:
     return study.subject("sm_90a")
+
+
+@pytest.fixture(scope="module")
+def subjects(study: ModuleType, hopper: Any) -> dict[str, Any]:
+    return {"sm_90a": hopper, "sm_100a": study.subject("sm_100a")}
 
 
 def test_every_edit_changes_one_line_to_ptx_that_is_read(study: ModuleType, hopper: Any) -> None:
@@ -77,3 +83,51 @@ def test_recorded_study_misses_at_most_one_in_twenty(study: ModuleType) -> None:
         assert record["verdict"] != "equivalent" or record["argument"]
         if not record.get("completed", True):
             assert record["kinds"], record
+
+
+def test_recorded_study_is_of_the_kernels_that_are_compiled_today(
+    study: ModuleType, subjects: dict[str, Any]
+) -> None:
+    data = json.loads(study.SUMMARY.read_text())
+    assert set(data["kernels"]) == set(subjects)
+    for arch, s in subjects.items():
+        table = data["kernels"][arch]
+        assert (table["problem"], table["config"]) == (study.KERNELS[arch][0], s.config)
+        assert table["kernel_version"] == s.kernel_version
+        if table["compiler"] != s.compiler:
+            continue  # another compiler writes other PTX for the same kernel
+        assert table["ptx"] == s.digest, f"the {arch} kernel changed: run studies/emulator_mutants.py again"
+        lines = s.ptx.splitlines()
+        for record in data["mutants"]:
+            if record["arch"] == arch:
+                assert record["ptx"] == s.digest
+                assert record["text"] == lines[record["line"] - 1].strip()
+
+
+def test_each_argument_is_about_one_mutant(study: ModuleType, subjects: dict[str, Any]) -> None:
+    recorded = json.loads(study.SUMMARY.read_text())["kernels"]
+    assert {a.arch for a in study.ARGUMENTS} == set(subjects)
+    for arch, s in subjects.items():
+        if recorded[arch]["compiler"] != s.compiler:
+            continue
+        every = [asdict(m) for m in study.mutants(arch, s.ptx)]
+        for argument in study.ARGUMENTS:
+            if argument.arch == arch:
+                assert sum(argument.holds(mutant) for mutant in every) == 1, argument
+    # another wgmma.fence of the same text is not covered by the argument for one
+    fences = [m for m in study.mutants("sm_90a", subjects["sm_90a"].ptx) if m.edit == "wgmma.fence removed"]
+    assert len(fences) > 1
+    assert sum(study.argument(asdict(m)) is not None for m in fences) <= 1
+
+
+def test_records_of_another_ptx_are_dropped(
+    study: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current, stale = (
+        {"arch": "sm_90a", "ptx": "now", "line": 1},
+        {"arch": "sm_90a", "ptx": "before", "line": 1},
+    )
+    monkeypatch.setattr(study, "LINES", tmp_path / "lines.jsonl")
+    study.LINES.write_text(json.dumps(stale) + "\n" + json.dumps(current) + "\n")
+    study.drop_others({"sm_90a": "now"})
+    assert study.read_lines() == [current]

@@ -153,6 +153,8 @@ class NativeClusterChecks(ClusterChecks):
     # -- findings
 
     def _report(self) -> None:
+        if self.machine.error is not None:
+            return  # after a fault native code goes on to the end of its block; the run ended at the fault
         try:
             self._name(self.found)
         except BaseException as error:
