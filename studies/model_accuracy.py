@@ -45,16 +45,24 @@ PUBLISHED_B200 = {1024: 1355, 2048: 1468, 4096: 1532, 8192: 1579, 16384: 1601, 3
 PLAUSIBLE = {
     "warp_issue_per_clk": (0.45, 0.9),
     "contention": (0.4, 1.0),
+    "section_contention": (0.4, 1.0),
+    "mma_start_clk": (0.0, 60.0),
     "exp_overlap": (0.2, 0.8),
-    "emulation_stall_clk": (0.0, 6.0),
+    "emulation_stall_clk": (0.0, 8.0),
     "smem_conflict": (0.0, 1.0),
     "barrier_latency_clk": (20.0, 80.0),
     "mma_latency_clk": (20.0, 100.0),
-    "arithmetic_latency_clk": (10.0, 50.0),
+    "arithmetic_latency_clk": (10.0, 110.0),
     "tmem_latency_clk": (10.0, 80.0),
     "tmem_load_bytes_per_clk": (228.0, 512.0),
-    "copy_latency_clk": (500.0, 1200.0),
-    "tile_overhead_clk": (0.0, 1000.0),
+    "tmem_store_bytes_per_clk": (228.0, 512.0),
+    "copy_latency_clk": (350.0, 1200.0),
+    "copy_miss_clk": (200.0, 1000.0),
+    "l2_bytes_per_clk": (36.0, 87.0),
+    "hbm_efficiency": (0.8, 0.98),
+    "tile_overhead_clk": (0.0, 2000.0),
+    "cta_start_clk": (500.0, 3000.0),
+    "max_clock_mhz": (1850.0, 2100.0),
     "launch_us": (1.5, 6.0),
     "active_watts": (540.0, 730.0),
     "tensor_watts": (660.0, 900.0),
@@ -247,7 +255,10 @@ def published_b200() -> None:
         )
     print(f"bound by {now.bound}, period {now.period:.0f} cycles, {now.clock_mhz:.0f} MHz")
     print("critical cycle: " + " -> ".join(f"{s.operation} ({s.cycles:.0f})" for s in now.steps))
-    print("assumed: " + "; ".join(f"{n} = {getattr(gpu, n):g} ({gpu.sources[n]})" for n in PLAUSIBLE))
+    print(f"what each assumed constant does to {now.tflops:.0f} of s{seqlen}:")
+    for name, ends in PLAUSIBLE.items():
+        there = " to ".join(f"{moved[name, value]:.0f} ({value:g})" for value in ends)
+        print(f"  {name:24s} = {getattr(gpu, name):<6g} {there}; {gpu.sources[name]}")
 
 
 def upstream_softmax() -> None:
@@ -309,7 +320,7 @@ def main() -> None:
         campaign(fresh)
     else:
         print(f"no {DATA}: run studies/campaign.py first")
-    if PROFILED.is_file():
+    if all(path.is_file() for path in PROFILED):
         profiler()
     published_b200()
     upstream_softmax()

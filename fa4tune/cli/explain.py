@@ -137,6 +137,9 @@ def _show_chain(explanation: Explanation, console: Console) -> None:
     for step in steps:
         why = _why(step.why) + (", for the next tile" if step.distance == 1 else "")
         table.add_row(step.operation, f"{step.cycles:.0f}", why)
+    if tiles > 1:
+        whole = sum(step.cycles for step in steps)
+        table.add_row(f"a tile, of {tiles}", f"{whole / tiles:.0f}", "")
     console.print()
     console.print(table)
     console.print(

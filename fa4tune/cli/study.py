@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from fa4tune.cli.common import JsonOption, emit_json, note
-from fa4tune.errors import Fa4tuneError
+from fa4tune.errors import ConfigError, Fa4tuneError
 
 FOLDER = Path(__file__).resolve().parents[2] / "studies"
 """Where the studies are if the package runs from its source tree."""
@@ -63,7 +63,7 @@ def study(
             print(f"{each:22s} {what}")
         return
     if name not in known:
-        raise Fa4tuneError(f"study {name!r} does not exist; use one of {', '.join(known)}")
+        raise ConfigError(f"study {name!r} does not exist; use one of {', '.join(known)}")
     import runpy
 
     path = folder / f"{name.replace('-', '_')}.py"
