@@ -39,6 +39,7 @@ class Gpu:
     Latencies are cycles (``..._clk``): ``mma_start_clk`` of tensor cores that fill up when another group of
     matrix instructions starts, ``mma_latency_clk`` from the end of a matrix operation's last pass to its
     reader, ``barrier_latency_clk`` from an arrival to the waiting warp's next instruction,
+    ``turn_latency_clk`` the same of roles that take turns at a named barrier,
     ``copy_latency_clk`` of a bulk copy that hits L2 and ``copy_miss_clk`` what a miss adds,
     ``tmem_latency_clk`` of a tensor-memory load, ``arithmetic_latency_clk`` the drain of a section of
     arithmetic (reductions across lanes included). ``tile_overhead_clk`` is what a tile costs beside its
@@ -47,7 +48,8 @@ class Gpu:
     ``warp_issue_per_clk`` is what one warp alone issues in a section of dependent arithmetic; ``exp_overlap``
     the part of the shorter of its exponentials and its other instructions that hides under the longer;
     ``emulation_stall_clk`` what a warp waits for the chain of a polynomial in place of an exponential;
-    ``contention`` how far other roles' use of the tensor cores or tensor memory delays a role (0 never, 1 as
+    ``exp_beside_mma``, ``alu_beside_mma`` and ``fma_beside_mma`` the part of a pipe's rate that is left while
+    tensor cores that keep their accumulators in registers work; ``contention`` how far other roles' use of the tensor cores or tensor memory delays a role (0 never, 1 as
     if they met at random and shared evenly), ``section_contention`` the same for the schedulers and pipes of
     arithmetic; ``smem_fence_clk`` what P costs on its way through SMEM before the tensor cores may read it;
     ``smem_conflict`` the part of SMEM writes and thread accesses that holds up operand reads of the tensor
@@ -87,6 +89,7 @@ class Gpu:
     mma_start_clk: float
     mma_latency_clk: float
     barrier_latency_clk: float
+    turn_latency_clk: float
     copy_latency_clk: float
     copy_miss_clk: float
     tmem_latency_clk: float
@@ -94,6 +97,9 @@ class Gpu:
     warp_issue_per_clk: float
     exp_overlap: float
     emulation_stall_clk: float
+    exp_beside_mma: float
+    alu_beside_mma: float
+    fma_beside_mma: float
     contention: float
     section_contention: float
     smem_conflict: float

@@ -22,7 +22,7 @@ roles that do nothing but share a unit take exactly twice as long each, and noth
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import exp, log
 from typing import NamedTuple
@@ -33,16 +33,20 @@ from fa4tune.kernels.plan import Dependency, Loop, Order, Unit
 from fa4tune.model.event_graph import Arcs, CycleRatio, contract, maximum_cycle_ratio, slacks
 from fa4tune.model.timing import UNITS, Duration, Rates
 
-_FULL, _REMOTE, _SERVICE, _ISSUE = range(4)
-"""What an arc's weight is: the source's whole time, that and a barrier, its hold on the unit, its issue."""
+_FULL, _REMOTE, _SERVICE, _ISSUE, _TURN = range(5)
+"""What an arc's weight is: the source's whole time, that and a barrier, its hold on the unit, its issue, that and
+handing the turn to another role."""
 
 TENSOR, SECTION, TMEM, TURNS = range(4)
 """Stations at which roles meet: tensor cores, warp schedulers with the pipes behind them, tensor memory; and
 again the tensor cores for work that an order between roles lets in by turns, which meets only work outside
 such an order."""
 
+QUEUE = "queue"
+"""Owner of the order in which tensor cores take products of roles that do not take turns."""
+
 _STATIONS = 4
-_SMEM = UNITS.index(Unit.SMEM)
+_SMEM, _EXP, _ALU, _FMA = (UNITS.index(unit) for unit in (Unit.SMEM, Unit.EXP, Unit.ALU, Unit.FMA))
 
 
 ISSUES, EXECUTES, RUNS = range(3)
@@ -50,14 +54,15 @@ ISSUES, EXECUTES, RUNS = range(3)
 
 
 class Step(NamedTuple):
-    """A node as a run meets it; ``waits`` are (operation, distance, across roles)."""
+    """A node as a run meets it; ``waits`` are (operation, distance, across roles), ``orders`` (order, whether its
+    turn goes to another role)."""
 
     kind: int
     operation: int
     lag: int
     needs_q: bool
     waits: tuple[tuple[int, int, bool], ...]
-    orders: tuple[int, ...]
+    orders: tuple[tuple[int, bool], ...]
     chains: tuple[int, ...]
 
 
@@ -77,9 +82,11 @@ class Skeleton:
     group_of: tuple[int, ...]
     """Role of each operation, as an index into ``groups``."""
     in_step: bool
-    """Whether a ring of one stage keeps roles in step: the next load waits for all of its readers."""
+    """Whether a ring of one stage can keep roles in step: the next load waits for all of its readers."""
     turns: tuple[bool, ...]
     """Whether an order between roles says when an operation has the tensor cores."""
+    covered: tuple[tuple[int, tuple[int, ...]], ...]
+    """Matrix products of a role, each with the sections that it runs before it waits for the product."""
     lags: tuple[int, ...]
     order_owners: tuple[str, ...]
     steps: tuple[Step, ...]
@@ -131,6 +138,7 @@ def _skeleton(
         arcs.append((source, begin[target], weight, dependency.distance, why))
         waits[begin[target]].append((source, dependency.distance, remote))
     chain_count = 0
+    handing: dict[tuple[int, int], bool] = {}
     turns = [False] * count
     for number, order in enumerate(orders):
         members = [names[name] for name in order.operations]
@@ -143,7 +151,10 @@ def _skeleton(
         )
         for edge in edges:
             source, target = names[edge.source], names[edge.target]
-            weight = value(_ISSUE if source in issue_node else _FULL, source)
+            handed = order.owner != QUEUE and operations[source][1] != operations[target][1]
+            kind = (_TURN if handed else _ISSUE) if source in issue_node else _FULL
+            weight = value(kind, source)
+            handing[number, begin[source]] = kind == _TURN
             arcs.append((begin[source], begin[target], weight, edge.distance, f"order of {order.owner}"))
         lags = order.lags or (0,) * len(members)
         for unit in {operations[m][2] for m in members if m in issue_node}:
@@ -162,6 +173,7 @@ def _skeleton(
             if unit == Unit.TENSOR and len({operations[m][1] for m, _ in chain}) > 1:
                 for member, _ in chain:
                     turns[member] = True
+    covered = _covered(operations, names, dependencies, orders)
     lags_of = _retime(len(owners), arcs)
     graph = Arcs(
         len(owners),
@@ -169,7 +181,7 @@ def _skeleton(
         tuple(a[1] for a in arcs),
         tuple(a[3] + lags_of[a[1]] - lags_of[a[0]] for a in arcs),
     )
-    rank = {_REMOTE: 3, _FULL: 2, _SERVICE: 1, _ISSUE: 0}
+    rank = {_REMOTE: 3, _FULL: 2, _SERVICE: 1, _TURN: 1, _ISSUE: 0}
 
     held: dict[tuple[int, ...], dict[tuple[int, bool], list[int]]] = {}
 
@@ -180,7 +192,7 @@ def _skeleton(
             found = {}
             for arc in path:
                 kind, operation = divmod(arcs[arc][2], count)
-                found.setdefault((operation, kind == _ISSUE), []).append(rank[kind])
+                found.setdefault((operation, kind in (_ISSUE, _TURN)), []).append(rank[kind])
             for kinds in found.values():
                 kinds.sort(reverse=True)
             held[path] = found
@@ -212,7 +224,7 @@ def _skeleton(
                 lags_of[node],
                 operations[operation][2] == Unit.TENSOR and kind != EXECUTES,
                 tuple(waits[node]),
-                tuple(in_orders[node]),
+                tuple([(number, handing.get((number, node), False)) for number in in_orders[node]]),
                 tuple(in_chains[node]),
             )
         )
@@ -235,6 +247,7 @@ def _skeleton(
             for copy in {d.target for d in dependencies if operations[names[d.target]][2] == Unit.L2}
         ),
         turns=tuple(turns),
+        covered=covered,
         lags=tuple(lags_of),
         order_owners=tuple(order.owner for order in orders),
         steps=tuple(steps),
@@ -244,6 +257,32 @@ def _skeleton(
         chains=chain_count,
         why=tuple(a[4] for a in arcs),
     )
+
+
+def _covered(
+    operations: tuple[tuple[str, str, Unit, bool], ...],
+    names: dict[str, int],
+    dependencies: tuple[Dependency, ...],
+    orders: tuple[Order, ...],
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Products under which a role's own sections run: those between its issue and the first that needs it."""
+    needed = {(names[edge.source], names[edge.target]) for edge in dependencies}
+    found = []
+    for order in orders:
+        members = [names[name] for name in order.operations]
+        for place, product in enumerate(members):
+            _, role, unit, asynchronous = operations[product]
+            if role != order.owner or unit != Unit.TENSOR or not asynchronous:
+                continue
+            between = []
+            for other in [*members[place + 1 :], *members[:place]]:
+                if (product, other) in needed:
+                    break
+                if not operations[other][3]:
+                    between.append(other)
+            if between:
+                found.append((product, tuple(between)))
+    return tuple(found)
 
 
 def _retime(nodes: int, arcs: list[tuple[int, int, int, int, str]]) -> list[int]:
@@ -282,6 +321,46 @@ def skeleton(loop: Loop) -> Skeleton:
         _SKELETONS.clear()
     _SKELETONS[id(loop)] = (loop, shape)
     return shape
+
+
+_QUEUED: dict[int, tuple[Loop, Loop | None]] = {}
+
+
+def queued(loop: Loop) -> Loop | None:
+    """``loop`` with the matrix products of its roles taken in a fixed order, first come, first served.
+
+    None where there is no choice: one role has all products, or roles take turns anyway.
+    """
+    found = _QUEUED.get(id(loop))
+    if found is not None and found[0] is loop:
+        return found[1]
+    role_of = {operation.name: operation.role for operation in loop.body}
+    products = {operation.name for operation in loop.body if operation.mma and operation.asynchronous}
+    names: list[str] = []
+    lags: list[int] = []
+    roles = 0
+    for order in loop.orders:
+        leading: list[int] = []
+        for place, name in enumerate(order.operations):
+            if name not in products:
+                break
+            leading.append(place)
+        if not leading:
+            continue
+        if any(role_of[name] != order.owner for name in order.operations):
+            roles = 0
+            break
+        roles += 1
+        for place in leading:
+            names.append(order.operations[place])
+            lags.append(order.lags[place] if order.lags else 0)
+    answer = None
+    if roles > 1:
+        answer = replace(loop, orders=(*loop.orders, Order(QUEUE, tuple(names), tuple(lags))))
+    if len(_QUEUED) > 10_000:
+        _QUEUED.clear()
+    _QUEUED[id(loop)] = (loop, answer)
+    return answer
 
 
 def rescale_rate(threshold: float, trips: int) -> float:
@@ -374,6 +453,9 @@ def solve(
     operands = yielding = held = 0.0
     demand = [[0.0] * _STATIONS for _ in range(groups)]
     by_turns = shape.turns
+    sections, hindered = _own_products(shape, durations, weights)
+    slowed = [0.0] * groups
+    products = [0.0] * groups
     for index, (duration, weight, group) in enumerate(zip(durations, weights, shape.group_of, strict=True)):
         if weight:
             operands += duration.operands * weight
@@ -384,14 +466,18 @@ def solve(
                     totals[unit] += cycles * weight
             own = demand[group]
             own[TURNS if by_turns[index] else TENSOR] += duration.tensor * weight
-            own[SECTION] += duration.section * weight
+            own[SECTION] += sections[index] * weight
+            slowed[group] += hindered[index] * weight
+            products[group] += duration.tensor * weight
             own[TMEM] += duration.tmem * weight
     if copies > 1:
         totals = [total * copies for total in totals]
         operands *= copies
         yielding *= copies
         held *= copies
-    floor = max(*totals, held)
+    floor = max(*totals, held, *_beside(totals, held, gpu))
+    elsewhere = [held - own for own in products]
+    undisturbed = [own[SECTION] for own in demand]
     others = max(0.0, totals[_SMEM] - operands)
     meets = [
         station
@@ -399,49 +485,74 @@ def solve(
         if (gpu.section_contention if station == SECTION else gpu.contention)
         and (copies > 1 or sum([1 for d in demand if d[station] or (station == TENSOR and d[TURNS])]) > 1)
     ]
-    # another CTA on the SM disturbs the step
-    in_step = shape.in_step and copies == 1
+    in_step = False
     stretch = [row[:] for row in start.stretch] if start else [[1.0] * _STATIONS for _ in range(groups)]
     core, picks, distances = shape.core, shape.picks, shape.arcs.distances
     known = _LAST.get(id(shape))
+    met = [0.0] * groups
     if known is not None and known[0] is shape:
         answer = known[1]
         period = start.period if start else floor
     else:
         values = _values(
-            shape, durations, weights, stretch, gpu, others / floor, min(1.0, totals[_SMEM] / floor)
+            shape,
+            durations,
+            weights,
+            sections,
+            stretch,
+            gpu,
+            others / floor,
+            min(1.0, totals[_SMEM] / floor),
         )
         answer = maximum_cycle_ratio(core, [sum([values[v] for v in pick]) for pick in picks])
         period = max(answer.ratio, floor)
-    for _ in range(30):
-        cycle = [arc for path in answer.cycle for arc in shape.paths[path]]
-        along, fixed = _along(shape, durations, weights, gpu, cycle, min(1.0, totals[_SMEM] / period))
-        turns = sum([distances[arc] for arc in cycle])
-        # along the cycle found last, the fixed point costs little
-        cycles = 0.0
-        for _ in range(8):
-            inner, last = period, cycles
-            if meets:
-                _share(stretch, demand, period, meets, gpu, copies, in_step)
-            blocked = others / period
-            cycles = fixed
-            for group, (tensor, fed, section, tmem, turn, turn_fed) in along.items():
-                factors = stretch[group]
-                cycles += (tensor + blocked * fed) * factors[TENSOR]
-                if turn:
-                    cycles += (turn + blocked * turn_fed) * factors[TURNS]
-                cycles += section * factors[SECTION] + tmem * factors[TMEM]
-            period = 0.5 * (inner + max(cycles / turns, floor, held + blocked * yielding))
-            # where a total binds, the period stands still before the factors do
-            if abs(period - inner) < 1e-4 * period and abs(cycles - last) < 5e-4 * cycles:
+    while True:
+        for _ in range(30):
+            cycle = [arc for path in answer.cycle for arc in shape.paths[path]]
+            along, fixed = _along(
+                shape, durations, weights, sections, hindered, gpu, cycle, min(1.0, totals[_SMEM] / period)
+            )
+            turns = sum([distances[arc] for arc in cycle])
+            # along the cycle found last, the fixed point costs little
+            cycles = 0.0
+            for _ in range(8):
+                inner, last = period, cycles
+                for group, work in enumerate(elsewhere):
+                    met[group] = min(1.0, work / period)
+                    demand[group][SECTION] = undisturbed[group] + slowed[group] * met[group]
+                if meets:
+                    _share(stretch, demand, period, meets, gpu, copies, in_step)
+                blocked = others / period
+                cycles = fixed
+                for group, (tensor, fed, section, tmem, turn, turn_fed, slow) in along.items():
+                    factors = stretch[group]
+                    section += slow * met[group]
+                    cycles += (tensor + blocked * fed) * factors[TENSOR]
+                    if turn:
+                        cycles += (turn + blocked * turn_fed) * factors[TURNS]
+                    cycles += section * factors[SECTION] + tmem * factors[TMEM]
+                period = 0.5 * (inner + max(cycles / turns, floor, held + blocked * yielding))
+                # where a total binds, the period stands still before the factors do
+                if abs(period - inner) < 1e-4 * period and abs(cycles - last) < 5e-4 * cycles:
+                    break
+            before = period
+            longer = [
+                section + slow * met[group]
+                for section, slow, group in zip(sections, hindered, shape.group_of, strict=True)
+            ]
+            values = _values(
+                shape, durations, weights, longer, stretch, gpu, blocked, min(1.0, totals[_SMEM] / period)
+            )
+            answer = maximum_cycle_ratio(core, [sum([values[v] for v in pick]) for pick in picks], answer.policy)
+            tensor_total = held + blocked * yielding
+            period = max(answer.ratio, floor, tensor_total)
+            if abs(period - before) < 3e-4 * period:
                 break
-        before = period
-        values = _values(shape, durations, weights, stretch, gpu, blocked, min(1.0, totals[_SMEM] / period))
-        answer = maximum_cycle_ratio(core, [sum([values[v] for v in pick]) for pick in picks], answer.policy)
-        tensor_total = held + blocked * yielding
-        period = max(answer.ratio, floor, tensor_total)
-        if abs(period - before) < 3e-4 * period:
+        # another CTA on the SM disturbs the step
+        waits = any(arc_waits_for_copy(shape, durations, arc) for path in answer.cycle for arc in shape.paths[path])
+        if in_step or not shape.in_step or copies > 1 or not waits:
             break
+        in_step = True
     if len(_LAST) > 4096:
         _LAST.clear()
     _LAST[id(shape)] = shape, answer
@@ -460,6 +571,12 @@ def solve(
     )
 
 
+def arc_waits_for_copy(shape: Skeleton, durations: Sequence[Duration], arc: int) -> bool:
+    """Whether an arc stands for a bulk copy."""
+    duration = durations[shape.values[arc] % len(durations)]
+    return duration.asynchronous and not duration.tensor
+
+
 def alone(timed: Timed, rates: Rates, weights: Sequence[float]) -> float:
     """The period with only the first of the roles that share units at work, the loads for it included."""
     shape, durations = timed.skeleton, timed.durations
@@ -469,8 +586,9 @@ def alone(timed: Timed, rates: Rates, weights: Sequence[float]) -> float:
         0.0 if group in sharing and group != first else weight
         for group, weight in zip(shape.group_of, weights, strict=True)
     ]
+    sections, _ = _own_products(shape, durations, present)
     values = _values(
-        shape, durations, present, [[1.0] * _STATIONS for _ in shape.groups], rates.gpu, 0.0, 0.0
+        shape, durations, present, sections, [[1.0] * _STATIONS for _ in shape.groups], rates.gpu, 0.0, 0.0
     )
     known = _LAST.get(id(shape))
     policy = known[1].policy if known is not None and known[0] is shape else None
@@ -480,17 +598,46 @@ def alone(timed: Timed, rates: Rates, weights: Sequence[float]) -> float:
     return max(ratio, max(timed.totals) / len(sharing))
 
 
+def _beside(totals: Sequence[float], held: float, gpu: Gpu) -> tuple[float, float, float]:
+    """What exponentials, ALU and FMA take at least where the tensor cores work for ``held`` cycles of it."""
+    return (
+        totals[_EXP] + held * (1.0 - gpu.exp_beside_mma) if totals[_EXP] else 0.0,
+        totals[_ALU] + held * (1.0 - gpu.alu_beside_mma) if totals[_ALU] else 0.0,
+        totals[_FMA] + held * (1.0 - gpu.fma_beside_mma) if totals[_FMA] else 0.0,
+    )
+
+
+def _own_products(
+    shape: Skeleton, durations: Sequence[Duration], weights: Sequence[float]
+) -> tuple[list[float], list[float]]:
+    """Sections as long as they are beside the role's own products, and what others' products can still add."""
+    sections = [duration.section for duration in durations]
+    hindered = [duration.hindered for duration in durations]
+    for product, between in shape.covered:
+        length = sum([sections[index] * weights[index] for index in between])
+        if not length:
+            continue
+        part = min(1.0, durations[product].tensor * weights[product] / length)
+        for index in between:
+            sections[index] += part * hindered[index]
+            hindered[index] *= 1.0 - part
+    return sections, hindered
+
+
 def _along(
     shape: Skeleton,
     durations: Sequence[Duration],
     weights: Sequence[float],
+    sections: Sequence[float],
+    hindered: Sequence[float],
     gpu: Gpu,
     cycle: Sequence[int],
     taken: float,
 ) -> tuple[dict[int, list[float]], float]:
     """Cycles along ``cycle``: what is stretched, by role, and the rest.
 
-    By role: tensor cycles, their operands, section, tensor memory, tensor cycles by turns, their operands.
+    By role: tensor cycles, their operands, section, tensor memory, tensor cycles by turns, their operands, and
+    by how much the section is longer where other roles' products run all the time.
     """
     count = len(durations)
     sums: dict[int, list[float]] = {}
@@ -498,22 +645,25 @@ def _along(
     for arc in cycle:
         kind, operation = divmod(shape.values[arc], count)
         duration, weight = durations[operation], weights[operation]
-        if kind == _ISSUE:
+        if kind in (_ISSUE, _TURN):
             fixed += duration.issue * weight
+            if kind == _TURN:
+                fixed += gpu.turn_latency_clk
             continue
         if kind == _REMOTE:
             fixed += gpu.barrier_latency_clk
         if not weight:
             continue
         group = shape.group_of[operation]
-        row = sums.setdefault(group, [0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+        row = sums.setdefault(group, [0.0] * 7)
         if duration.asynchronous:
             at = 4 if shape.turns[operation] else 0
             row[at] += duration.tensor * weight
             row[at + 1] += duration.yielding * weight
             fixed += (duration.other + (duration.latency if kind != _SERVICE else 0.0)) * weight
         else:
-            row[2] += duration.section * weight
+            row[2] += sections[operation] * weight
+            row[6] += hindered[operation] * weight
             row[3] += duration.tmem * weight
             fixed += (duration.other * (1.0 + taken) + duration.latency) * weight
             if weight < 1.0:
@@ -570,13 +720,14 @@ def _values(
     shape: Skeleton,
     durations: Sequence[Duration],
     weights: Sequence[float],
+    sections: Sequence[float],
     stretch: list[list[float]],
     gpu: Gpu,
     blocked: float,
     taken: float,
 ) -> list[float]:
     """Full, remote, service and issue cycles of every operation under ``stretch``."""
-    full, remote, service, issue = [], [], [], []
+    full, remote, service, issue, turn = [], [], [], [], []
     barrier, vote = gpu.barrier_latency_clk, gpu.arithmetic_latency_clk
     for index, (duration, weight, group) in enumerate(zip(durations, weights, shape.group_of, strict=True)):
         factors = stretch[group]
@@ -587,7 +738,7 @@ def _values(
             hold *= weight
         else:
             hold = whole = weight * (
-                duration.section * factors[SECTION]
+                sections[index] * factors[SECTION]
                 + duration.tmem * factors[TMEM]
                 + duration.other * (1.0 + taken)
                 + duration.latency
@@ -599,4 +750,5 @@ def _values(
         remote.append(whole + barrier)
         service.append(hold)
         issue.append(duration.issue * weight)
-    return full + remote + service + issue
+        turn.append(duration.issue * weight + gpu.turn_latency_clk)
+    return full + remote + service + issue + turn

@@ -13,9 +13,9 @@ from functools import lru_cache
 from math import inf, isfinite
 
 from fa4tune.hardware.gpu import Gpu
-from fa4tune.kernels.plan import KernelPlan, Operation, Unit
+from fa4tune.kernels.plan import KernelPlan, Loop, Operation, Unit
 from fa4tune.kernels.tiles import Trips, m_blocks, tile_trips
-from fa4tune.model.pipeline import Timed, alone, rescale_rate, skeleton, solve
+from fa4tune.model.pipeline import Timed, alone, queued, rescale_rate, skeleton, solve
 from fa4tune.model.roofline import head_trips
 from fa4tune.model.run import Run
 from fa4tune.model.schedule import first_touch, hbm_bytes, longest_first, makespan, workers
@@ -153,6 +153,18 @@ def _durations(
     )
 
 
+def _solved(
+    loop: Loop, durations: Sequence[Duration], weights: Sequence[float], rates: Rates, copies: int
+) -> Timed:
+    """The steady state that roles fall into: at random phase or, where that is quicker, one after the other."""
+    random = solve(skeleton(loop), durations, weights, rates, copies)
+    ordered = queued(loop) if copies == 1 else None
+    if ordered is None:
+        return random
+    in_order = solve(skeleton(ordered), durations, weights, rates, copies)
+    return in_order if in_order.period < random.period else random
+
+
 def steady(
     plan: KernelPlan, gpu: Gpu, trips: int, miss: float = 0.0, masks: bool = False, hbm: float = 0.0
 ) -> Steady:
@@ -179,17 +191,16 @@ def steady(
     found = _STEADY.get(key)
     if found is not None and found.rates is rates and _same_operations(found.plan, plan):
         return found
-    shape = skeleton(plan.loop)
     # what HBM can deliver in the long run bounds the whole kernel, not an iteration, unless all wait for it
     busy = 0.0 if isfinite(hbm) else float(copies)
     durations = _durations(plan, rates, body, miss, busy)
     rate = rescale_rate(threshold, depth)
     plain_weights = [0.0 if o.when == "masked" else rate if o.when == "rescaled" else 1.0 for o in body]
-    plain = solve(shape, durations, plain_weights, rates, copies)
+    plain = _solved(plan.loop, durations, plain_weights, rates, copies)
     masked, absent = None, 0.0
     if masks:
         masked_weights = [1.0 if o.when == "masked" else w for o, w in zip(body, plain_weights, strict=True)]
-        masked = solve(shape, durations, masked_weights, rates, copies, plain)
+        masked = solve(plain.skeleton, durations, masked_weights, rates, copies, plain)
         parts = parts_of(plan)
         if parts > 1:
             absent = max(0.0, plain.period - alone(plain, rates, plain_weights)) / (parts - 1)

@@ -185,7 +185,7 @@ class Run:
     ) -> None:
         ends, issued, orders, chains = self._ends, self._issued, self._orders, self._chains
         count, barrier, recorder, body = self._count, self._barrier, self._recorder, self._body
-        service_at, issue_at = 2 * count, 3 * count
+        service_at, issue_at, turn_at = 2 * count, 3 * count, 4 * count
         base = len(ends[0])
         steps = self._steps
         for turn in range(trips + self._deepest):
@@ -204,14 +204,14 @@ class Run:
                             begin += barrier
                         if begin > at:
                             at = begin
-                for number in in_orders:
+                for number, _ in in_orders:
                     if orders[number] > at:
                         at = orders[number]
                 if kind == ISSUES:
                     release = at + cycles[issue_at + operation]
                     issued[operation].append(release)
-                    for number in in_orders:
-                        orders[number] = release
+                    for number, handed in in_orders:
+                        orders[number] = at + cycles[turn_at + operation] if handed else release
                     continue
                 if kind == EXECUTES:
                     begin = issued[operation][place]
@@ -226,7 +226,7 @@ class Run:
                     end = at + cycles[operation]
                 else:
                     end = at + cycles[operation]
-                    for number in in_orders:
+                    for number, _ in in_orders:
                         orders[number] = end
                 ends[operation].append(end)
                 if recorder:

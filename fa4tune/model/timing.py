@@ -7,6 +7,9 @@ taken of what has arrived while the rest of a row is on its way. Chains of depen
 exponentials) go at ``warp_issue_per_clk`` a warp; element by element work (rescaling, sums kept in many
 registers) goes at one.
 
+Tensor cores that keep their accumulators in registers leave the arithmetic pipes fewer of the register file's
+ports: a section takes ``hindered`` cycles longer where they work all the time.
+
 An asynchronous operation (matrix multiply, bulk copy) occupies its unit for ``tensor`` or ``other`` cycles
 and is seen by its reader ``latency`` later.
 """
@@ -42,6 +45,7 @@ class Duration:
         operands: for which SMEM delivers operands.
         yielding: of these, what gives way to other SMEM traffic that it meets.
         section: of the role's own instructions.
+        hindered: how much longer that is where tensor cores work all the time.
         tmem: of tensor-memory loads and stores that the role waits for.
         other: what no other role disturbs.
         latency: passes after the unit is free again.
@@ -54,6 +58,7 @@ class Duration:
     operands: float
     yielding: float
     section: float
+    hindered: float
     tmem: float
     other: float
     latency: float
@@ -156,10 +161,11 @@ def _duration(operation: Operation, warps: int, gpu: Gpu) -> Duration:
                 0.0,
                 0.0,
                 0.0,
+                0.0,
                 gpu.mma_latency_clk,
                 units,
             )
-        return Duration(True, issue, 0.0, 0.0, 0.0, 0.0, 0.0, l2, gpu.copy_latency_clk, units)
+        return Duration(True, issue, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, l2, gpu.copy_latency_clk, units)
     # A role of fewer warps than schedulers reaches its share of each unit only.
     part = min(1.0, warps / SCHEDULERS)
     exponentials = exp / part
@@ -177,6 +183,11 @@ def _duration(operation: Operation, warps: int, gpu: Gpu) -> Duration:
         section, waited = max(section, waited), 0.0
     elif work.tmem_load_bytes:
         latency += gpu.tmem_latency_clk
+    hindered = (
+        exponentials * (1.0 / gpu.exp_beside_mma - 1.0)
+        + alu / part * (1.0 / gpu.alu_beside_mma - 1.0)
+        + fma / part * (1.0 / gpu.fma_beside_mma - 1.0)
+    )
     return Duration(
         False,
         0.0,
@@ -184,6 +195,7 @@ def _duration(operation: Operation, warps: int, gpu: Gpu) -> Duration:
         0.0,
         0.0,
         section,
+        hindered,
         waited,
         work.smem_generic_bytes / gpu.smem_bytes_per_clk / part,
         latency,

@@ -362,14 +362,18 @@ def _load_q(shape: Shape, w: int) -> Operation:
 
 
 def _mma_operations(shape: Shape, w: int) -> list[Operation]:
-    """QK and PV. A slot of the ring is released by one lane of each warp once its MMA has completed."""
+    """QK and PV. A slot of the ring is released by one lane of each warp once its MMA has completed.
+
+    Beside each instruction a warp moves a descriptor; once a product, it polls the ring's barrier, fences,
+    and computes the slot's addresses (counted in the machine code).
+    """
     qk = Mma(ROWS, shape.tile_n, MMA_K, shape.head_dim // MMA_K)
     source = "registers" if shape.p_in_registers else "smem"
     pv = Mma(ROWS, shape.head_dim_v, MMA_K, shape.tile_n // MMA_K, source)
     return [
         Operation(
             f"{name}{w}", f"mma{w}", Unit.TENSOR,
-            mma.work() + Work(issue=WARPS * (2 * mma.count + 8)), (mma,),
+            mma.work() + Work(issue=WARPS * (2 * mma.count + (24 if shape.overlap else 18))), (mma,),
             (f"{operand}_full",) * WARPS, (f"{operand}_empty",) * WARPS, asynchronous=True,
         )
         for name, mma, operand in (("qk", qk, "k"), ("pv", pv, "v"))
@@ -407,8 +411,8 @@ def _softmax_operations(shape: Shape, w: int) -> list[Operation]:
     if wait:
         last = last + Work(alu=threads * wait // 2, issue=WARPS * wait // 2)
     if not shape.p_in_registers:
-        # a 16-byte row of an 8 x 8 block for each lane of stmatrix
-        last = last + Work(smem_generic_bytes=ROWS * n * 2, issue=WARPS * (n // 16 + 2))
+        # a 16-byte row of an 8 x 8 block for each lane of stmatrix; addresses and the barrier once
+        last = last + Work(smem_generic_bytes=ROWS * n * 2, issue=WARPS * (n // 16 + 36))
     operations.append(Operation(f"exp{w}_last" if wait else f"exp{w}", role, Unit.EXP, last))
     return operations
 
