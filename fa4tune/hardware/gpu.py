@@ -56,6 +56,7 @@ class Gpu:
     cores when they meet (1: they come first). ``hbm_efficiency`` is the part of the HBM bandwidth that a
     kernel reaches.
 
+    ``mma_clock`` is the true SM clock over the one that the driver shows while tensor cores work.
     ``active_watts`` and ``tensor_watts`` are the power at ``max_clock_mhz`` of busy SMs without matrix work
     and what fully busy tensor cores add.
     """
@@ -107,6 +108,7 @@ class Gpu:
     tile_overhead_clk: float
     cta_start_clk: float
     hbm_efficiency: float
+    mma_clock: float
     active_watts: float
     tensor_watts: float
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)

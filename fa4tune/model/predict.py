@@ -16,6 +16,7 @@ from fa4tune.hardware.gpu import Gpu
 from fa4tune.kernels.plan import KernelPlan, Loop, Operation, Unit
 from fa4tune.kernels.tiles import Trips, m_blocks, tile_trips
 from fa4tune.model.pipeline import Timed, alone, queued, rescale_rate, skeleton, solve
+from fa4tune.model.power import clock_mhz, full_watts
 from fa4tune.model.roofline import head_trips
 from fa4tune.model.run import Run
 from fa4tune.model.schedule import first_touch, hbm_bytes, longest_first, makespan, workers
@@ -59,6 +60,7 @@ class Prediction:
         microseconds: from launch to the end of the last CTA.
         cycles: the same without the launch, in SM clocks at ``clock_mhz``.
         clock_mhz: after sagging with power.
+        watts: power at the highest clock, were there no limit.
         period: cycles of one K/V iteration of a CTA in the steady state.
         steps: the critical cycle; its cycles over its distances are ``period``, unless a unit's total is.
         bound: a saturated unit in words, ``latency chain``, ``memory`` or ``launch``.
@@ -73,6 +75,7 @@ class Prediction:
     microseconds: float
     cycles: float
     clock_mhz: float
+    watts: float
     period: float
     steps: tuple[CriticalStep, ...]
     bound: str
@@ -86,24 +89,6 @@ class Prediction:
     def critical_cycle(self) -> tuple[str, ...]:
         """Names of the operations around the critical cycle, each once."""
         return tuple(dict.fromkeys(step.operation for step in self.steps))
-
-
-def clock_mhz(gpu: Gpu, busy: float, tensor: float) -> float:
-    """The SM clock under load: the highest at which power stays within the board's limit.
-
-    Dynamic power grows as clock times voltage squared, and voltage about as the clock, so that
-
-        power = (busy * active_watts + tensor * tensor_watts) * (clock / max_clock) ** 3
-
-    Args:
-        gpu: the hardware file.
-        busy: share of SM time with a CTA at work.
-        tensor: share of time that tensor cores are busy.
-    """
-    watts = busy * gpu.active_watts + tensor * gpu.tensor_watts
-    if watts <= gpu.power_watts:
-        return gpu.max_clock_mhz
-    return float(gpu.max_clock_mhz * (gpu.power_watts / watts) ** (1.0 / 3.0))
 
 
 @dataclass(slots=True)
@@ -354,9 +339,9 @@ def predict(plan: KernelPlan, gpu: Gpu) -> Prediction:
     work = load.executed * plan.ctas_per_tile / copies
     sm_cycles = compute * gpu.sm_count
     tensor = work * totals[0] / sm_cycles
-    clock = clock_mhz(
-        gpu, span.busy * min(1.0, places * plan.ctas_per_tile / (gpu.sm_count * copies)), tensor
-    )
+    busy = span.busy * min(1.0, places * plan.ctas_per_tile / (gpu.sm_count * copies))
+    watts = full_watts(gpu, busy, tensor)
+    clock = clock_mhz(gpu, watts)
     compute_us = compute / clock
     memory_us = traffic / (gpu.hbm_gbytes_per_s * 1e3 * gpu.hbm_efficiency)
     # Bytes cannot arrive before the first load returns, nor results leave before the last tile is done.
@@ -375,6 +360,7 @@ def predict(plan: KernelPlan, gpu: Gpu) -> Prediction:
         microseconds=total_us,
         cycles=us * clock,
         clock_mhz=clock,
+        watts=watts,
         period=period,
         steps=_steps(plan, state.plain),
         bound=_bound(state.plain, span.iterations * period / clock, compute_us, memory_us, gpu.launch_us),
