@@ -15,7 +15,9 @@ from fa4tune.cli.common import (
     only,
     require_picture,
     with_problems,
+    writing,
 )
+from fa4tune.errors import TablePathError
 from fa4tune.problem import AttentionProblem
 
 if TYPE_CHECKING:
@@ -60,13 +62,16 @@ def explain(
     from fa4tune.cli.explain_cases import cases
     from fa4tune.table.store import Table
 
+    if table is not None and not table.is_dir():
+        raise TablePathError(f"table {str(table)!r} is not a directory; give one that a search wrote")
     if plot is not None:
         require_picture(plot)
     found = cases(only(problems), gpu or [], arch, config or [], Table(table))
     if plot is not None:
         from fa4tune.model.explain_plot import draw
 
-        draw([(case.label, case.explanation) for case in found], plot)
+        with writing(plot):
+            draw([(case.label, case.explanation) for case in found], plot)
     if json:
         shown = found[0].as_dict() if len(found) == 1 else {"cases": [c.as_dict() for c in found]}
         emit_json(shown | ({"files": [str(plot)]} if plot is not None else {}))
