@@ -51,7 +51,8 @@ def simulate(
     from fa4tune.hardware.gpu import choose_gpu
     from fa4tune.kernels.program import build_plan
     from fa4tune.model.replay import replay
-    from fa4tune.model.trace import draw, write_trace
+    from fa4tune.model.replay_plot import draw
+    from fa4tune.model.trace import write_trace
 
     if trace is not None:
         require_writable(trace)
