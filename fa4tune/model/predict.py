@@ -395,8 +395,9 @@ def _bound(timed: Timed, loop_us: float, compute_us: float, memory_us: float, la
     if timed.totals[busiest] >= SATURATED * timed.period:
         return BOUND_WORDS[UNITS[busiest]]
     if timed.tensor_total >= SATURATED * timed.period:
-        # tensor cores that wait for operands while SMEM takes in copies
-        return BOUND_WORDS[Unit.SMEM]
+        # tensor cores with their waits for operands while SMEM takes in copies: whichever is the longer part
+        working = timed.totals[UNITS.index(Unit.TENSOR)]
+        return BOUND_WORDS[Unit.TENSOR if 2 * working >= timed.tensor_total else Unit.SMEM]
     return "latency chain"
 
 
