@@ -16,6 +16,10 @@ class ProblemError(Fa4tuneError, ValueError):
     """A problem (shape, dtype, mask) that cannot be expressed."""
 
 
+class FileError(Fa4tuneError, ValueError):
+    """A file to read or write that cannot be."""
+
+
 class ConfigError(Fa4tuneError, ValueError):
     """A knob that does not exist for the kernel, or a value outside its range."""
 
@@ -45,8 +49,16 @@ class TableError(Fa4tuneError):
     """A tuned-kernel table that cannot be read or written."""
 
 
+class TablePathError(TableError, ValueError):
+    """A directory given as a table that is none, or that cannot be written."""
+
+
 class SearchError(Fa4tuneError):
     """A search that produced nothing, or a study that does not belong to the request."""
+
+
+class BundleError(SearchError, ValueError):
+    """A directory given as a bundle, as its results or to write one to that cannot serve as such."""
 
 
 class EmulationError(Fa4tuneError):

@@ -54,6 +54,8 @@ def calibrate(
 
     if export is not None and (import_ is not None or out is not None):
         raise HardwareError("--export only writes a bundle; give --out and --import in a run of their own")
+    if out is not None and out.suffix != ".toml":
+        raise HardwareError(f"--out {str(out)!r} must end in .toml, as --gpu tells files by that")
     if export is not None:
         _export(export, choose_gpu(gpu, arch).arch, python, json)
         return
@@ -137,8 +139,6 @@ def _arch_here() -> str:
 def _write(path: Path, calibration: Calibration) -> None:
     from fa4tune.hardware.gpu import load_gpu
 
-    if path.suffix != ".toml":
-        raise HardwareError(f"--out {str(path)!r} must end in .toml, as --gpu tells files by that")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(calibration.to_toml())

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,16 +15,18 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from fa4tune.errors import ConfigError, Fa4tuneError, ProblemError
+from fa4tune.errors import ConfigError, Fa4tuneError, FileError, InfeasibleError, ProblemError
 from fa4tune.problem import AttentionProblem
 
 if TYPE_CHECKING:
     from fa4tune.hardware.gpu import Gpu
     from fa4tune.kernels.config import KernelConfig
+    from fa4tune.table.store import Table
 
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout; messages on stderr.")]
 ConfigOption = Annotated[
-    str | None, typer.Option("--config", help="Knobs as key=value,...; the others keep their default.")
+    str | None,
+    typer.Option("--config", help="Knobs as key=value,..., the rest at their default; or tuned."),
 ]
 GpuOption = Annotated[str | None, typer.Option("--gpu", help="GPU by name, or a TOML file of one's own.")]
 ArchOption = Annotated[
@@ -31,6 +35,9 @@ ArchOption = Annotated[
 
 PICTURES = (".png", ".svg", ".pdf")
 """Endings of a picture's name."""
+
+TUNED = "tuned"
+"""As ``--config``: the table's config for the problem."""
 
 _PANEL = "Problem"
 _PROBLEM = "A shape as one word, or the options below. Such as b1_hq8_hk8_sq512_sk512_d64_dv64_bf16_full_fwd"
@@ -115,7 +122,7 @@ def resolve_problems(texts: list[str], **given: Any) -> tuple[AttentionProblem, 
     Raises:
         ProblemError: neither or both were given, an option is missing, or a value is out of range.
     """
-    options = {name: value for name, value in given.items() if value not in (None, False)}
+    options = {name: value for name, value in given.items() if value is not None and value is not False}
     if texts and options:
         names = ", ".join("--" + name.replace("_", "-") for name in options)
         raise ProblemError(f"both a PROBLEM and {names} were given; use one or the other")
@@ -158,16 +165,22 @@ def _model_shape(path: Path, masked: bool) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ProblemError(f"--model-config {str(path)!r} holds no JSON object; give a config.json")
     config = config.get("text_config", config)
-    heads = config.get("num_attention_heads")
-    if not isinstance(heads, int):
-        raise ProblemError(f"{str(path)!r} has no num_attention_heads; give --heads and --head-dim instead")
+
+    def number(name: str) -> int:
+        value = config.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            found = f"{name}={value!r}" if name in config else f"no {name}"
+            raise ProblemError(f"{str(path)!r} has {found}; give --heads and --head-dim instead")
+        return value
+
+    heads = number("num_attention_heads")
     shape: dict[str, Any] = {"heads": heads, "kv_heads": config.get("num_key_value_heads") or heads}
     if "qk_rope_head_dim" in config:  # multi-head latent attention, as trained (not absorbed)
-        shape["head_dim"] = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
-        shape["head_dim_v"] = config["v_head_dim"]
+        shape["head_dim"] = number("qk_nope_head_dim") + number("qk_rope_head_dim")
+        shape["head_dim_v"] = number("v_head_dim")
         shape["kv_heads"] = heads
     else:
-        shape["head_dim"] = config.get("head_dim") or config["hidden_size"] // heads
+        shape["head_dim"] = config.get("head_dim") or number("hidden_size") // heads
     if config.get("torch_dtype", config.get("dtype")) == "float16":
         shape["dtype"] = "fp16"
     if not masked and any(str(name).endswith("ForCausalLM") for name in config.get("architectures") or ()):
@@ -186,37 +199,75 @@ def only(problems: tuple[AttentionProblem, ...]) -> AttentionProblem:
     return problems[0]
 
 
-def choose_config(problem: AttentionProblem, gpu: Gpu, text: str | None) -> KernelConfig:
-    """The class's default config with the knobs of ``--config`` changed; ``default`` changes none.
+def choose_config(
+    problem: AttentionProblem, gpu: Gpu, text: str | None, table: Table | None = None
+) -> KernelConfig:
+    """The config that ``--config`` means.
+
+    That is the class's default with the knobs of ``key=value,...`` changed; ``default`` changes none, and
+    ``tuned`` is what ``table`` (without one the user's, then the packaged ones) has for the problem.
 
     Raises:
-        ConfigError: unknown knob or a value out of range.
+        ConfigError: unknown knob, a value out of range, or ``tuned`` and the table has none.
     """
     from fa4tune.kernels.config import default_config
 
+    if text == TUNED:
+        from fa4tune.table.store import Table
+
+        hit = (table or Table()).lookup(problem, gpu)
+        if hit is None:
+            raise ConfigError(
+                f"no table has an entry for {problem} on {gpu.name}; search it first with "
+                f"`fa4tune search`, or give --config KEY=VALUE,..."
+            )
+        return hit.entry.kernel_config()
     config = default_config(problem, gpu.arch)
-    return config.with_text(text) if text and text != "default" else config
+    if text is None or text == "default":
+        return config
+    if not text.strip():
+        raise ConfigError("--config '' names no knob; write for example tile_n=96, or leave it out")
+    return config.with_text(text)
 
 
-def require_directory(file: Path) -> None:
+def require_writable(file: Path) -> None:
     """Find out before the work whether a file can be written where it is wanted.
 
     Raises:
-        ConfigError: its directory does not exist.
+        FileError: its directory does not exist or must not be written to, or it is a directory itself.
     """
     if not file.parent.is_dir():
-        raise ConfigError(f"directory {str(file.parent)!r} of {str(file)!r} does not exist; make it first")
+        raise FileError(f"directory {str(file.parent)!r} of {str(file)!r} does not exist; make it first")
+    if file.is_dir():
+        raise FileError(f"{str(file)!r} is a directory; name a file in it")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise FileError(f"{str(file)!r} cannot be written (no permission); write somewhere else")
+
+
+@contextmanager
+def writing(file: Path) -> Iterator[None]:
+    """Around the writing of a file: what the operating system says against it in one sentence.
+
+    Raises:
+        FileError: it cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise FileError(f"{str(file)!r} cannot be written ({reason}); write somewhere else") from None
 
 
 def require_picture(plot: Path) -> None:
-    """The same for the picture of ``--plot``.
+    """The same as :func:`require_writable` for the picture of ``--plot``.
 
     Raises:
-        ConfigError: no picture's name, no directory, or nothing to draw with.
+        ConfigError: no picture's name, or nothing to draw with.
+        FileError: it cannot be written.
     """
     if plot.suffix not in PICTURES:
         raise ConfigError(f"--plot {str(plot)!r} is no picture's name; end it in {', '.join(PICTURES)}")
-    require_directory(plot)
+    require_writable(plot)
     if find_spec("matplotlib") is None:
         raise ConfigError("--plot draws with matplotlib, which is not installed; pip install matplotlib")
 
@@ -233,7 +284,13 @@ def note(text: str) -> None:
 
 
 def fail(error: Fa4tuneError) -> NoReturn:
-    """End with the error's sentence on stderr: status 2 for bad usage, 1 for anything else."""
-    print(f"error: {error}", file=sys.stderr)
-    usage = isinstance(error, ProblemError | ConfigError | ValueError)
-    raise SystemExit(2 if usage else 1)
+    """End with the error's sentence on stderr.
+
+    Status 2 where what was given is at fault (a name, a value, a file, a config that cannot run), 1 where
+    what was asked for did not come out well.
+    """
+    text = str(error)
+    if isinstance(error, InfeasibleError):  # a config is long: what is wrong with it comes first
+        text = f"{'; '.join(error.reasons)} (so this cannot run: {error.subject})"
+    print(f"error: {text}", file=sys.stderr)
+    raise SystemExit(2 if isinstance(error, ValueError | InfeasibleError) else 1)

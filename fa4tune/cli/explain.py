@@ -15,7 +15,9 @@ from fa4tune.cli.common import (
     only,
     require_picture,
     with_problems,
+    writing,
 )
+from fa4tune.errors import TablePathError
 from fa4tune.problem import AttentionProblem
 
 if TYPE_CHECKING:
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 
     from fa4tune.cli.explain_cases import Case
     from fa4tune.model.explain import Explanation
+
+BOUNDS = {"latency chain": "a latency chain", "memory": "memory (HBM)", "FMA": "multiply-add", "L2": "L2"}
+"""What binds as a sentence names it, where that is not `the ...`."""
 
 BAR = 28
 """Characters of a full utilisation bar."""
@@ -60,13 +65,16 @@ def explain(
     from fa4tune.cli.explain_cases import cases
     from fa4tune.table.store import Table
 
+    if table is not None and not table.is_dir():
+        raise TablePathError(f"table {str(table)!r} is not a directory; give one that a search wrote")
     if plot is not None:
         require_picture(plot)
     found = cases(only(problems), gpu or [], arch, config or [], Table(table))
     if plot is not None:
         from fa4tune.model.explain_plot import draw
 
-        draw([(case.label, case.explanation) for case in found], plot)
+        with writing(plot):
+            draw([(case.label, case.explanation) for case in found], plot)
     if json:
         shown = found[0].as_dict() if len(found) == 1 else {"cases": [c.as_dict() for c in found]}
         emit_json(shown | ({"files": [str(plot)]} if plot is not None else {}))
@@ -86,7 +94,7 @@ def explain(
 
 def show(case: Case, console: Console) -> None:
     """Print an explanation for a person."""
-    from fa4tune.model.explain import in_words
+    from fa4tune.model.explain import paragraphs
 
     explanation = case.explanation
     plan, gpu, prediction = explanation.plan, explanation.gpu, explanation.prediction
@@ -99,8 +107,9 @@ def show(case: Case, console: Console) -> None:
         f"{prediction.tflops_exact / gpu.peak_tflops:.0%} of the {gpu.peak_tflops:.0f} peak)"
     )
     console.print(measured_text(case))
-    console.print(f"[bold]Bound by {prediction.bound}[/]")
-    console.print(in_words(explanation))
+    console.print(f"[bold]Bound by {BOUNDS.get(prediction.bound, f'the {prediction.bound}')}[/]")
+    for paragraph in paragraphs(explanation):
+        console.print(paragraph)
     if explanation.memory_bound:
         console.print(
             f"The problem itself is memory-bound for any kernel: {explanation.flops_per_byte:.3g} FLOP a "
@@ -225,6 +234,10 @@ def _show_changes(explanation: Explanation, console: Console, most: int = 12) ->
             f"... and {len(possible) - most} slower ones, down to {slowest.speedup:.3f}x "
             f"({slowest.knob}={_text(slowest.value)})."
         )
+    console.print(
+        "These are predictions, off by 5% or so: take smaller differences for none, and measure larger ones "
+        "with `fa4tune search --try KNOB=VALUE`."
+    )
     refused = [c for c in changes if c.speedup is None]
     if refused:
         console.print(f"\n[bold]{len(refused)} values cannot run[/], for example:")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from fa4tune.cli.common import choose_config
-from fa4tune.errors import ConfigError
 from fa4tune.hardware.gpu import Gpu, choose_gpu
 from fa4tune.kernels.program import build_plan
 from fa4tune.model.explain import Explanation, explain
@@ -16,9 +16,6 @@ from fa4tune.problem import AttentionProblem
 if TYPE_CHECKING:
     from fa4tune.table.entry import Entry
     from fa4tune.table.store import Hit, Table
-
-TUNED = "tuned"
-"""As ``--config``: the table's config for the problem."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,27 +65,22 @@ def cases(
     names: list[str | None] = [*gpus] or [None]
     texts: list[str | None] = [*configs] or [None]
     pairs = list(product(names, texts))
+    loaded = {name: choose_gpu(name, arch) for name in names}
+    alike = Counter(gpu.name for gpu in loaded.values())
     found = []
     for name, text in pairs:
-        gpu = choose_gpu(name, arch)
+        gpu = loaded[name]
         hit = table.lookup(problem, gpu)
-        chosen = _tuned(problem, gpu, hit) if text == TUNED else choose_config(problem, gpu, text)
+        chosen = choose_config(problem, gpu, text, table)
         explanation = explain(build_plan(problem, chosen, gpu), gpu, changes=len(pairs) == 1)
         measured, best = _measured(problem, gpu, explanation, hit)
-        parts = [gpu.name] if len(gpus) > 1 else []
+        parts = []
+        if len(gpus) > 1:  # two files may have one name
+            parts.append(gpu.name if alike[gpu.name] == 1 else str(name))
         if len(configs) > 1 or not parts:
             parts.append(text or "default")
         found.append(Case(" ".join(parts), explanation, measured, best))
     return found
-
-
-def _tuned(problem: AttentionProblem, gpu: Gpu, hit: Hit | None) -> Any:
-    if hit is None:
-        raise ConfigError(
-            f"no table has an entry for {problem} on {gpu.name}; run `fa4tune search {problem}` first, "
-            f"or give --config KEY=VALUE,..."
-        )
-    return hit.entry.kernel_config()
 
 
 def _measured(

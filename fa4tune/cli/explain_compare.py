@@ -26,7 +26,7 @@ def compare(cases: list[Case], console: Console) -> None:
     table = Table(title="Side by side", title_justify="left")
     table.add_column("")
     for case in cases:
-        table.add_column(case.label, justify="right")
+        table.add_column(case.label, justify="right", overflow="fold")
 
     def row(name: str, *values: str) -> None:
         table.add_row(name, *values)

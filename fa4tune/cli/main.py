@@ -6,6 +6,7 @@ import inspect
 import sys
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import typer
 
@@ -26,6 +27,9 @@ VERBS = (
     "worker",
 )
 """Order of the help page. A verb's file is imported when it is called, or for the help page."""
+
+UsageError: Any = typer.BadParameter.__base__
+"""What typer raises for bad options; it has its own copy of click's, or click's itself, by its version."""
 
 app = typer.Typer(
     name="fa4tune",
@@ -65,12 +69,35 @@ def _register(arguments: list[str]) -> None:
 
 
 def main() -> None:
-    """Run the command line; errors of this package become one sentence and an exit status."""
+    """Run the command line; errors of the package and of its usage become a sentence and an exit status."""
     _register(sys.argv[1:])
     try:
-        app()
+        status = app(standalone_mode=False)
     except Fa4tuneError as error:
         fail(error)
+    except UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # it has shown the help page
+            error.show()
+        else:
+            print(f"error: {_sentence(error, sys.argv[1:])}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except typer.Abort:
+        raise SystemExit(1) from None
+    raise SystemExit(status)
+
+
+def _sentence(error: Any, arguments: list[str]) -> str:
+    """A mistake in the use of options in one sentence: what is wrong, the value, where to look."""
+    text = " ".join(error.format_message().split()).rstrip(".")
+    for option in getattr(getattr(error, "param", None), "opts", ()):
+        for place, argument in enumerate(arguments):
+            value = argument.partition("=")[2] if argument.startswith(f"{option}=") else None
+            if argument == option:
+                value = arguments[place + 1] if place + 1 < len(arguments) else None
+            if value is not None and repr(value) not in text:
+                text += f", got {value!r}"
+    command = error.ctx.command_path if error.ctx is not None else "fa4tune"
+    return f"{text}; see `{command} --help`"
 
 
 if __name__ == "__main__":

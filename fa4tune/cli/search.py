@@ -13,12 +13,13 @@ from fa4tune.cli.common import (
     ArchOption,
     GpuOption,
     JsonOption,
-    choose_config,
     emit_json,
     note,
     with_problems,
 )
-from fa4tune.errors import ConfigError, ProblemError
+from fa4tune.errors import ConfigError, InfeasibleError, ProblemError
+from fa4tune.kernels.config import default_config
+from fa4tune.kernels.program import build_plan
 from fa4tune.problem import AttentionProblem
 
 if TYPE_CHECKING:
@@ -112,9 +113,8 @@ def search(
         return
     here = None if predict or export is not None else local_gpu()
     chosen = here if here is not None and not gpu and not arch else choose_gpu(gpu, arch)
-    for problem in problems:
-        for text in try_ or ():  # a knob that does not exist is said before minutes of work, not after
-            choose_config(problem, chosen, text)
+    for text in try_ or ():  # what cannot be measured is said before minutes of work, not after
+        _require_one_runs(problems, chosen, text)
     settings = Settings(rounds=rounds, duel_rounds=duel_rounds)
     with _progress() as report:
         if export is not None:
@@ -139,6 +139,23 @@ def search(
             for problem in problems
         ]
     _show(found, json)
+
+
+def _require_one_runs(problems: tuple[AttentionProblem, ...], gpu: Gpu, text: str) -> None:
+    """Check that the config of a ``--try`` can run at least one of the problems; others leave it out.
+
+    Raises:
+        ConfigError: a knob does not exist, or a value is out of range.
+        InfeasibleError: it can run none of them.
+    """
+    refused = []
+    for problem in problems:
+        try:
+            build_plan(problem, default_config(problem, gpu.arch).with_text(text), gpu)
+        except InfeasibleError as error:
+            refused.append(error)
+    if len(refused) == len(problems):
+        raise refused[0]
 
 
 def _show_export(written: Exported, json: bool) -> None:

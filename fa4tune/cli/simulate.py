@@ -16,10 +16,12 @@ from fa4tune.cli.common import (
     emit_json,
     note,
     only,
-    require_directory,
     require_picture,
+    require_writable,
     with_problems,
+    writing,
 )
+from fa4tune.errors import ConfigError
 from fa4tune.problem import AttentionProblem
 
 
@@ -49,22 +51,27 @@ def simulate(
     from fa4tune.hardware.gpu import choose_gpu
     from fa4tune.kernels.program import build_plan
     from fa4tune.model.replay import replay
-    from fa4tune.model.trace import draw, write_trace
+    from fa4tune.model.replay_plot import draw
+    from fa4tune.model.trace import write_trace
 
     if trace is not None:
-        require_directory(trace)
+        require_writable(trace)
     if plot is not None:
         require_picture(plot)
     problem = only(problems)
     chosen = choose_gpu(gpu, arch)
     plan = build_plan(problem, choose_config(problem, chosen, config), chosen)
+    if trips is not None and masked > trips:
+        raise ConfigError(f"--masked {masked} exceeds --trips {trips}; mask at most all iterations of a tile")
     played = replay(plan, chosen, tiles=tiles, trips=trips, masked=masked)
     written: list[str] = []
     if trace is not None:
-        write_trace(played, trace)
+        with writing(trace):
+            write_trace(played, trace)
         written.append(str(trace))
     if plot is not None:
-        draw(played, plot)
+        with writing(plot):
+            draw(played, plot)
         written.append(str(plot))
     prediction = played.prediction
     if json:

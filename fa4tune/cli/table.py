@@ -16,7 +16,7 @@ from fa4tune.cli.common import (
     only,
     with_problems,
 )
-from fa4tune.errors import TableError
+from fa4tune.errors import TablePathError
 from fa4tune.problem import AttentionProblem
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def _open(table: Path | None, existing: bool = True) -> Table:
     from fa4tune.table.store import Table
 
     if table is not None and existing and not table.is_dir():
-        raise TableError(f"table {str(table)!r} is not a directory; give one that a search wrote")
+        raise TablePathError(f"table {str(table)!r} is not a directory; give one that a search wrote")
     return Table(table, fallback=() if table is not None else None)
 
 
@@ -76,7 +76,7 @@ def show(
     if hit is None:
         note(
             f"error: no entry serves {problem} on {hardware.name}; run `fa4tune search {problem} "
-            f"--gpu {hardware.name}`"
+            f"--gpu {gpu or hardware.name}`"
         )
         raise SystemExit(1)
     values = {**_as_dict(hit.path, hit.entry), "exact": hit.exact}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -148,9 +149,19 @@ class Gpu:
 _NUMBERS = {f.name: f.type for f in dataclasses.fields(Gpu)[4:-1]}
 _WORDS = ("name", "title", "arch", "memory_class")
 
+_DIVISORS = (
+    "sm_count", "clock_mhz", "max_clock_mhz", "power_watts", "mma_flops_per_clk", "exp_per_clk",
+    "smem_bytes_per_clk", "fma_per_clk", "alu_per_clk", "issue_per_clk", "warp_issue_per_clk",
+    "l2_bytes_per_clk", "hbm_gbytes_per_s", "hbm_efficiency",
+)  # fmt: skip
+"""Numbers that times are divided by, above 0 on any GPU; those of tensor memory are where there is one."""
 
-def _read(text: str, origin: str, parent: Gpu | None = None) -> Gpu:
-    """A GPU from TOML; on top of ``parent``, else of the one that a line ``base`` names."""
+
+def _read(text: str, origin: str, parent: Gpu | None = None, file: Path | None = None) -> Gpu:
+    """A GPU from TOML; on top of ``parent``, else of the one that a line ``base`` names.
+
+    A ``file`` of one's own that does not name itself is called as the file is.
+    """
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -159,10 +170,16 @@ def _read(text: str, origin: str, parent: Gpu | None = None) -> Gpu:
     sources: dict[str, str] = {}
     named = data.pop("base", None)
     if parent is None and named is not None:
-        parent = load_gpu(str(named))
+        name = str(named)
+        if file is not None and name.endswith(".toml"):
+            name = str(file.parent / name)  # as the file sees it
+        parent = load_gpu(name)
     if parent is not None:
         base = {f.name: getattr(parent, f.name) for f in dataclasses.fields(Gpu) if f.name != "sources"}
         sources = dict(parent.sources)
+        if file is not None:
+            base["name"] = str(data.get("name", file.stem))
+            base["title"] = f"{base['name']} (from {parent.name})"
     for key, entry in data.items():
         if key in _WORDS:
             if not isinstance(entry, str):
@@ -172,18 +189,27 @@ def _read(text: str, origin: str, parent: Gpu | None = None) -> Gpu:
             if not isinstance(entry, dict) or "value" not in entry or "source" not in entry:
                 raise HardwareError(f"{origin}: {key} needs a table with value and source")
             value = entry["value"]
-            if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
-                raise HardwareError(f"{origin}: {key} must be a number of at least 0, got {value!r}")
+            least = "above 0" if key in _DIVISORS else "of at least 0"
+            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if not number or value < 0 or (value == 0 and key in _DIVISORS):
+                raise HardwareError(f"{origin}: {key} must be a number {least}, got {value!r}")
             base[key] = int(value) if _NUMBERS[key] == "int" else float(value)
             sources[key] = str(entry["source"])
         else:
             raise HardwareError(f"{origin}: {key!r} is not a field of a GPU; see a file of fa4tune/hardware")
     missing = [k for k in (*_WORDS, *_NUMBERS) if k not in base]
     if missing:
-        raise HardwareError(f'{origin} lacks {", ".join(missing)}; add them or a line base = "h200"')
+        some = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise HardwareError(f'{origin} lacks {some}; add them or a line base = "h200"')
     if base["arch"] not in ARCHITECTURES:
         raise HardwareError(f"{origin}: arch {base['arch']!r} is not one of {', '.join(ARCHITECTURES)}")
-    return Gpu(**base, sources=sources)
+    gpu = Gpu(**base, sources=sources)
+    if gpu.tmem_columns and not (gpu.tmem_load_bytes_per_clk and gpu.tmem_store_bytes_per_clk):
+        raise HardwareError(
+            f"{origin}: tmem_load_bytes_per_clk and tmem_store_bytes_per_clk must be above 0 "
+            f"with tmem_columns={gpu.tmem_columns}"
+        )
+    return gpu
 
 
 def gpu_names() -> list[str]:
@@ -199,8 +225,9 @@ def load_gpu(name: str, *, fitted: bool = True) -> Gpu:
     What was fitted to measured kernels of a known GPU lies in ``calibrated/NAME.toml`` and replaces the
     file's own numbers; ``fitted=False`` leaves that out.
 
-    A file may start from a known GPU with ``base = "h200"`` and override numbers, each with its source; a
-    calibration overlay is such a file.
+    A file may start from a known GPU with ``base = "h200"`` (or from another file, by its path from the
+    first) and override numbers, each with its source; a calibration overlay is such a file. Its name is its
+    line ``name``, else the file's name without ``.toml``.
 
     Raises:
         HardwareError: the name is unknown, or the file is missing or malformed.
@@ -211,7 +238,15 @@ def load_gpu(name: str, *, fitted: bool = True) -> Gpu:
             raise HardwareError(
                 f"hardware file {name!r} does not exist; give a name or an existing TOML file"
             )
-        return _read(path.read_text(), name)
+        try:
+            return _read(path.read_text(), name, file=path)
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is no text"
+            raise HardwareError(
+                f"hardware file {name!r} cannot be read ({reason}); give a TOML file"
+            ) from None
+        except RecursionError:
+            raise HardwareError(f"{name}: its base leads back to itself; give base a GPU's name") from None
     known = gpu_names()
     if name.lower() not in known:
         raise HardwareError(f"GPU {name!r} is not known; use one of {', '.join(known)} or a TOML file")

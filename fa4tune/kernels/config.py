@@ -93,10 +93,14 @@ class KernelConfig:
                 raise ConfigError(
                     f"knob {name!r} does not exist in the {self.family} kernel; it has {', '.join(knobs)}"
                 )
+            if name in changes:
+                raise ConfigError(f"{name} is given twice in {text!r}; give it once")
             try:
                 changes[name] = knobs[name].metadata["parse"](value)
             except ValueError:
-                raise ConfigError(f"{name}={value!r} cannot be read; {knobs[name].metadata['doc']}") from None
+                raise ConfigError(
+                    f"{name}={value!r} cannot be read; {name} is: {knobs[name].metadata['doc']}"
+                ) from None
         return self.replace(**changes)
 
     def replace(self, **changes: Any) -> Self:

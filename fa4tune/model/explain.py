@@ -10,7 +10,7 @@ from fa4tune.hardware.gpu import Gpu
 from fa4tune.kernels.config import KernelConfig
 from fa4tune.kernels.plan import KernelPlan, Unit
 from fa4tune.kernels.program import build_plan
-from fa4tune.model.predict import Prediction, predict
+from fa4tune.model.predict import SATURATED, Prediction, predict
 from fa4tune.model.roofline import iteration_work, problem_work, roofline, smem_cycles, unit_cycles
 from fa4tune.model.scaling import elasticities
 
@@ -39,6 +39,35 @@ RATE_NAMES = {
 }
 """Words for the rates of :data:`fa4tune.model.scaling.ELASTIC`."""
 
+RATE_UNITS = {
+    "mma": (Unit.TENSOR,),
+    "exp": (Unit.EXP,),
+    "issue": (Unit.ALU, Unit.FMA, Unit.ISSUE),
+    "smem": (Unit.SMEM,),
+    "tmem": (Unit.TMEM,),
+    "l2": (Unit.L2,),
+    "hbm": (),
+}
+"""Units whose operations a rate shortens most."""
+
+REST = {
+    "fill": "filling the pipeline",
+    "tiles": "starts and ends of tiles",
+    "launch": "the launch",
+    "memory": "waiting for HBM",
+}
+"""Words for the parts of :func:`shares` beside the loop."""
+
+MOST = 0.8
+"""A loop of this part of the time stands for all of it."""
+
+IDLE = 0.2
+"""Idle CTAs beyond this part of the time are worth a sentence."""
+
+OUTSIDE = "where tiles start and end, and where some warps have no work in an iteration"
+BESIDE = {"hbm": "where tiles start, and keys, values and queries come from HBM"}
+"""Where a rate counts that does not shorten the loop's period; by rate, else ``OUTSIDE``."""
+
 
 @dataclass(frozen=True, slots=True)
 class KnobChange:
@@ -59,7 +88,8 @@ class Explanation:
     ``smem_paths``. ``hbm_cycles`` is the same iteration's share of the problem's compulsory HBM traffic.
     ``flops_per_byte`` is the problem's own arithmetic intensity, whatever kernel runs it: exact FLOPs over
     compulsory bytes; below ``ridge_flops_per_byte`` (peak over HBM bandwidth) no kernel is compute-bound.
-    ``gains`` is, for each rate of the GPU, the percent of speed that one percent more of it gives.
+    ``gains`` is, for each rate of the GPU, the percent of speed that one percent more of it gives;
+    ``eases_loop`` whether the largest of them comes from a shorter period of the loop.
     """
 
     plan: KernelPlan
@@ -73,6 +103,7 @@ class Explanation:
     flops_per_byte: float
     ridge_flops_per_byte: float
     gains: dict[str, float]
+    eases_loop: bool
     changes: tuple[KnobChange, ...]
 
     @property
@@ -142,50 +173,117 @@ class Explanation:
         }
 
 
+def paragraphs(explanation: Explanation) -> tuple[str, ...]:
+    """What binds, where the time goes and what would help most, for somebody new to such kernels.
+
+    They agree: where the rate that would help most does not act on what binds, the last says where it does.
+    The second is left out where there is nothing to say.
+    """
+    parts = (_what_binds(explanation), _where_time_goes(explanation), _what_helps(explanation))
+    return tuple(part for part in parts if part)
+
+
 def in_words(explanation: Explanation) -> str:
-    """What binds and what would help, in sentences for somebody who sees such a kernel for the first time."""
-    plan, prediction = explanation.plan, explanation.prediction
-    bound = prediction.bound
-    share, busiest = max((share, unit) for unit, share in prediction.utilisation.items())
-    rows = plan.tile_rows // plan.ctas_per_tile
-    step = (
-        f"a CTA works through {plan.tile_n} keys for {rows} query rows in {prediction.period:.0f} cycles, "
-        f"again and again"
-    )
-    chain = " -> ".join(prediction.critical_cycle)
+    """:func:`paragraphs` as one text."""
+    return " ".join(paragraphs(explanation))
+
+
+def shares(prediction: Prediction) -> dict[str, float]:
+    """Parts of a kernel's time as the CTA that finishes last spends it, and ``idle``.
+
+    ``loop``, ``tiles``, ``fill``, ``launch`` and ``memory`` add up to 1; ``idle`` is the part of the time
+    between fill and end for which the mean CTA has no work any more.
+    """
+    spent = prediction.breakdown
+    work = spent["steady"] + spent["masked"] + spent["tiles"]
+    last = (1.0 + spent["tail"] / work) / prediction.microseconds if work else 0.0
+    return {
+        "loop": (spent["steady"] + spent["masked"]) * last,
+        "tiles": spent["tiles"] * last,
+        **{name: spent[name] / prediction.microseconds for name in ("fill", "launch", "memory")},
+        "idle": spent["tail"] / (work + spent["tail"]) if work else 0.0,
+    }
+
+
+def _what_binds(explanation: Explanation) -> str:
+    plan, prediction, bound = explanation.plan, explanation.prediction, explanation.prediction.bound
+    spent = prediction.breakdown
     if bound == "launch":
-        text = (
-            f"The kernel is so short that launching it takes {prediction.breakdown['launch']:.2g} of its "
+        return (
+            f"The kernel is so short that launching it takes {spent['launch']:.2g} of its "
             f"{prediction.microseconds:.2g} us; more work a launch is what helps."
         )
-    elif bound == "memory":
-        text = (
+    if bound == "memory" and spent["memory"] > 0:
+        return (
             "Reading q, k and v from HBM and writing the output takes longer than all that is computed with "
             "them: no config changes that, fewer or narrower bytes do."
         )
-    elif bound == "latency chain":
-        text = (
-            f"No unit is full: the busiest, {UNIT_NAMES[busiest]}, works {share:.0%} of the time. What takes "
-            f"the time is a chain of operations that wait for one another, {chain}: {step}, because the "
-            f"chain is that long. Only what shortens the chain, or keeps more of them in flight, helps."
+    if bound == "memory":
+        return (
+            "Reading q, k and v from HBM and writing the output takes about as long as all that is computed "
+            "with them: neither can gain much without the other."
         )
-    else:
-        text = f"The {bound} cannot do more"
-        if bound == UNIT_NAMES[Unit.SMEM] and busiest == Unit.TENSOR:
-            text = (
-                "The tensor cores cannot do more, because they wait for operands in shared memory while "
-                "copies and threads use it"
-            )
+    rows = plan.tile_rows // plan.ctas_per_tile
+    step = f"{prediction.period:.0f} cycles for every {plan.tile_n} keys of {rows} query rows"
+    if bound == "latency chain":
+        share, busiest = max((share, unit) for unit, share in prediction.utilisation.items())
+        return (
+            f"No unit is full: the busiest, {UNIT_NAMES[busiest]}, works {share:.0%} of the time. In the "
+            f"loop over K/V tiles, operations wait for one another in a chain, "
+            f"{' -> '.join(prediction.critical_cycle)}, which takes a CTA {step}. Only what shortens steps "
+            f"of this chain, or keeps more chains in flight, makes the loop faster."
+        )
+    several = bound in ("tensor cores", "issue slots")
+    text = f"In the loop over K/V tiles the {bound} {'are' if several else 'is'} full"
+    working = explanation.cycles[Unit.TENSOR] * plan.resources.ctas_per_sm / prediction.period
+    if bound == UNIT_NAMES[Unit.TENSOR] and working < SATURATED:
         text += (
-            f": {step}, and nothing else is as busy. Work taken off them, or more of them, helps; the rest "
-            f"hides behind."
+            f" (for {1 - working:.0%} of the time they wait for operands in shared memory, which copies and "
+            f"threads use too)"
         )
-        if chain:
-            text += f" A chain about as long: {chain}."
-    most = sorted(explanation.gains.items(), key=lambda g: -g[1])[:3]
-    gains = ", ".join(f"{RATE_NAMES[rate]} {gain:.2f}%" for rate, gain in most if gain >= 0.05)
-    if gains:
-        text += f" One percent more of a rate would make it faster by: {gains}."
+    them = "them" if several else "it"
+    return f"{text}: a CTA takes {step}. What takes work off {them} helps, the rest hides behind."
+
+
+def _where_time_goes(explanation: Explanation) -> str:
+    """Where the loop, of which :func:`_what_binds` speaks, is not nearly all; and CTAs without work."""
+    prediction = explanation.prediction
+    part = shares(prediction)
+    text = ""
+    if prediction.bound not in ("launch", "memory") and part["loop"] < MOST:
+        rest = sorted(((part[name], words) for name, words in REST.items()), reverse=True)
+        named = ", ".join(f"{words} {share:.0%}" for share, words in rest if share >= 0.02)
+        text = f"The loop is {part['loop']:.0%} of the time, the rest is: {named}. "
+    if part["idle"] > IDLE:
+        text += (
+            f"Places for CTAs stand idle {part['idle']:.0%} of the time: the problem has too few tiles for "
+            f"the GPU, or too unequal ones."
+        )
+    return text.strip()
+
+
+def _what_helps(explanation: Explanation) -> str:
+    prediction = explanation.prediction
+    ranked = sorted(explanation.gains.items(), key=lambda g: -g[1])
+    most = [(rate, gain) for rate, gain in ranked[:3] if gain >= 0.05]
+    if not most:
+        return (
+            "No single rate of the GPU would help: what is left is latencies, the launch and the clock, "
+            "which sags with power."
+        )
+    units = {operation.name: operation.unit for operation in explanation.plan.loop.body}
+
+    def gains(rate: str, gain: float, first: bool) -> str:
+        steps = [name for name in prediction.critical_cycle if units[name] in RATE_UNITS[rate]]
+        through = f", in {', '.join(steps)}" if steps and prediction.bound == "latency chain" else ""
+        return f"{RATE_NAMES[rate]} ({'1% more gives ' if first else ''}{gain:.2f}% of speed{through})"
+
+    named = ", then ".join(gains(rate, gain, n == 0) for n, (rate, gain) in enumerate(most))
+    text = f"Of the GPU's rates, more of these would help most: {named}."
+    if prediction.bound not in ("launch", "memory") and not explanation.eases_loop:
+        text += f" The first counts beside the steady state of the loop: {BESIDE.get(most[0][0], OUTSIDE)}."
+    elif sum(gain for gain in explanation.gains.values() if gain > 0) < 0.7:
+        text += " All rates together give less than 0.7%: the rest is latencies, launch and the clock."
     return text
 
 
@@ -202,6 +300,7 @@ def explain(plan: KernelPlan, gpu: Gpu, *, changes: bool = True) -> Explanation:
     hbm_per_clock = gpu.hbm_bytes_per_clk
     prediction = predict(plan, gpu)
     assert isinstance(plan.config, KernelConfig)
+    gains = elasticities(plan.problem, plan.config, gpu)
     return Explanation(
         plan=plan,
         gpu=gpu,
@@ -219,9 +318,17 @@ def explain(plan: KernelPlan, gpu: Gpu, *, changes: bool = True) -> Explanation:
         roofline_tflops=plan.problem.flops() / bounds.time * 1e-12,
         flops_per_byte=plan.problem.flops() / plan.problem.compulsory_bytes(),
         ridge_flops_per_byte=gpu.peak_tflops * 1e3 / gpu.hbm_gbytes_per_s,
-        gains=elasticities(plan.problem, plan.config, gpu),
+        gains=gains,
+        eases_loop=_eases_loop(plan, gpu, prediction.period, gains),
         changes=knob_changes(plan, gpu, prediction.microseconds) if changes else (),
     )
+
+
+def _eases_loop(plan: KernelPlan, gpu: Gpu, period: float, gains: dict[str, float]) -> bool:
+    """Whether at least half of what the most helpful rate gives comes from a shorter period of the loop."""
+    top, step = max(gains, key=gains.__getitem__), 1.05
+    shorter = 1.0 - predict(plan, gpu.scaled(**{top: step})).period / period
+    return shorter >= 0.5 * gains[top] * (step - 1.0)
 
 
 def knob_changes(plan: KernelPlan, gpu: Gpu, microseconds: float) -> tuple[KnobChange, ...]:

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import inf, isfinite
 
+import numpy as np
+
 from fa4tune.hardware.gpu import Gpu
 from fa4tune.kernels.plan import KernelPlan, Loop, Operation, Unit
-from fa4tune.kernels.tiles import Trips, m_blocks, tile_trips
+from fa4tune.kernels.tiles import HeadTrips, tile_trips
 from fa4tune.model.pipeline import Timed, alone, queued, rescale_rate, skeleton, solve
 from fa4tune.model.power import clock_mhz, full_watts
 from fa4tune.model.roofline import head_trips
@@ -218,7 +220,7 @@ class Load:
         touched: tiles that bring keys and values of their heads from HBM, each moving ``fed`` bytes.
     """
 
-    trips: tuple[Trips, ...]
+    trips: HeadTrips
     iterations: int
     executed: float
     places: int
@@ -238,46 +240,36 @@ def parts_of(plan: KernelPlan) -> int:
 
 @lru_cache(maxsize=4096)
 def _by_part(
-    problem: AttentionProblem, rows: int, parts: int, tile_n: int, least: int, trips: tuple[Trips, ...]
+    problem: AttentionProblem, rows: int, parts: int, tile_n: int, least: int, trips: HeadTrips
 ) -> tuple[float, float]:
     """Of a masked iteration of a tile: the share of parts that apply the mask, and how many are absent."""
-    masked = hidden = absent = 0
-    blocks = m_blocks(problem, rows)
-    for block, tile in enumerate(trips):
-        masked += tile.masked
-        for part in range(block * parts, (block + 1) * parts):
-            own = tile_trips(problem, rows, tile_n, part) if part < blocks else Trips(1, 1)
-            hidden += max(own.masked, min(least, own.total))
-            absent += tile.total - min(tile.total, max(own.total, 1))
-    return (hidden / (parts * masked), absent / masked) if masked else (1.0, 0.0)
-
-
-@lru_cache(maxsize=4096)
-def _masked_at_least(trips: tuple[Trips, ...], least: int) -> tuple[Trips, ...]:
-    """Iterations that run masked code where a kernel takes it for the first ``least`` in any case."""
-    if not least:
-        return trips
-    return tuple([Trips(t.total, max(t.masked, min(least, t.total))) for t in trips])
+    own = tile_trips(problem, rows, tile_n, least=least)
+    totals = np.repeat(trips.totals, parts)
+    seen = np.ones_like(totals)  # a part beyond the last row takes part in one iteration, and masks it
+    seen[: len(own)] = np.maximum(own.totals, 1)
+    hidden = own.masked + len(totals) - len(own)
+    absent = int((totals - np.minimum(totals, seen)).sum())
+    return (hidden / (parts * trips.masked), absent / trips.masked) if trips.masked else (1.0, 0.0)
 
 
 def load_of(plan: KernelPlan, gpu: Gpu) -> Load:
     """The load that ``plan``'s problem puts on ``gpu``."""
-    trips = _masked_at_least(head_trips(plan), int(plan.constants.get("always_masked", 0)))
+    least = int(plan.constants.get("always_masked", 0))
+    trips = head_trips(plan, least)
     copies = plan.problem.batch * (plan.problem.heads // plan.packed_heads)
     places = workers(plan, gpu.sm_count)
     traffic = hbm_bytes(plan, places, gpu.l2_bytes)
     parts, shares = parts_of(plan), (1.0, 0.0)
     if parts > 1:
-        least = int(plan.constants.get("always_masked", 0))
         shares = _by_part(plan.problem, plan.tile_rows // parts, parts, plan.tile_n, least, trips)
     touched, fed = 0, 0.0
     if longest_first(plan) and trips[0].total < trips[-1].total:
         touched, fed = first_touch(plan, places)
-    iterations = sum([t.total for t in trips]) * copies
+    iterations = trips.total * copies
     return Load(
         trips,
         iterations,
-        iterations - shares[1] * sum([t.masked for t in trips]) * copies / parts,
+        iterations - shares[1] * trips.masked * copies / parts,
         places,
         traffic,
         0.0 if touched else _miss_share(plan, trips, copies, traffic),
@@ -293,7 +285,7 @@ def state_of(plan: KernelPlan, gpu: Gpu, load: Load) -> Steady:
     typical = max(1, round(load.iterations / tiles))
     per_clk = gpu.hbm_bytes_per_clk * gpu.hbm_efficiency * gpu.sm_count
     hbm = load.hbm_bytes / per_clk * load.places / load.iterations
-    return steady(plan, gpu, typical, load.miss, any(t.masked for t in load.trips), hbm)
+    return steady(plan, gpu, typical, load.miss, load.trips.masked > 0, hbm)
 
 
 def slack(plan: KernelPlan, gpu: Gpu) -> dict[str, float]:
@@ -380,10 +372,10 @@ def predict(plan: KernelPlan, gpu: Gpu) -> Prediction:
     )
 
 
-def _miss_share(plan: KernelPlan, trips: tuple[Trips, ...], copies: int, traffic: float) -> float:
+def _miss_share(plan: KernelPlan, trips: HeadTrips, copies: int, traffic: float) -> float:
     """Part of the bytes that K/V loads ask of L2 which HBM must deliver."""
     asked = sum(o.work.global_read_bytes for o in plan.loop.body) * plan.ctas_per_tile
-    asked *= sum(t.total for t in trips) * copies
+    asked *= trips.total * copies
     problem = plan.problem
     rows = problem.batch * problem.heads * problem.seqlen_q
     keys = traffic - rows * ((problem.head_dim + problem.head_dim_v) * problem.element_bytes + 4)
@@ -400,8 +392,9 @@ def _bound(timed: Timed, loop_us: float, compute_us: float, memory_us: float, la
     if timed.totals[busiest] >= SATURATED * timed.period:
         return BOUND_WORDS[UNITS[busiest]]
     if timed.tensor_total >= SATURATED * timed.period:
-        # tensor cores that wait for operands while SMEM takes in copies
-        return BOUND_WORDS[Unit.SMEM]
+        # tensor cores with their waits for operands while SMEM takes in copies: whichever is the longer part
+        working = timed.totals[UNITS.index(Unit.TENSOR)]
+        return BOUND_WORDS[Unit.TENSOR if 2 * working >= timed.tensor_total else Unit.SMEM]
     return "latency chain"
 
 

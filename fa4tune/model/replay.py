@@ -84,7 +84,7 @@ def replay(
         masked: iterations, the first of each tile, that apply the mask.
     """
     load = load_of(plan, gpu)
-    count = min(max(t.total for t in load.trips), SHOWN_TRIPS) if trips is None else trips
+    count = min(load.trips.longest, SHOWN_TRIPS) if trips is None else trips
     state = state_of(plan, gpu, load)
     timed = state.plain
     rates = rates_of(gpu)

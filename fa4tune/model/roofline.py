@@ -6,12 +6,10 @@ Every value is a sum over plan operations divided by a number of the hardware fi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from fa4tune.hardware.gpu import Gpu
 from fa4tune.kernels.plan import KernelPlan, Unit, Work, total_work
-from fa4tune.kernels.tiles import Trips, m_blocks, tile_trips
-from fa4tune.problem import AttentionProblem
+from fa4tune.kernels.tiles import HeadTrips, tile_trips
 
 CAPABLE = (Unit.TENSOR, Unit.SMEM, Unit.EXP, Unit.FMA, Unit.ALU, Unit.ISSUE, Unit.TMEM, Unit.L2)
 """Units whose load one tile decides; HBM is a matter of the whole problem."""
@@ -89,19 +87,12 @@ class Traffic:
     masked: int
 
 
-@lru_cache(maxsize=4096)
-def _head_trips(
-    problem: AttentionProblem, tile_rows: int, tile_n: int, packed_heads: int
-) -> tuple[Trips, ...]:
-    blocks = m_blocks(problem, tile_rows, packed_heads)
-    if problem.mask == "full":
-        return (tile_trips(problem, tile_rows, tile_n, 0, packed_heads),) * blocks
-    return tuple(tile_trips(problem, tile_rows, tile_n, m, packed_heads) for m in range(blocks))
+def head_trips(plan: KernelPlan, least: int = 0) -> HeadTrips:
+    """Iterations of each output tile of one (packed) head, in order of rows.
 
-
-def head_trips(plan: KernelPlan, problem: AttentionProblem | None = None) -> tuple[Trips, ...]:
-    """Iterations of each output tile of one (packed) head, in order of rows."""
-    return _head_trips(problem or plan.problem, plan.tile_rows, plan.tile_n, plan.packed_heads)
+    ``least`` iterations of a tile count as masked in any case.
+    """
+    return tile_trips(plan.problem, plan.tile_rows, plan.tile_n, plan.packed_heads, least)
 
 
 def traffic(plan: KernelPlan) -> Traffic:
@@ -110,8 +101,8 @@ def traffic(plan: KernelPlan) -> Traffic:
     copies = plan.problem.batch * (plan.problem.heads // plan.packed_heads)
     return Traffic(
         tiles=len(trips) * copies,
-        iterations=sum(t.total for t in trips) * copies,
-        masked=sum(t.masked for t in trips) * copies,
+        iterations=trips.total * copies,
+        masked=trips.masked * copies,
     )
 
 

@@ -5,14 +5,16 @@ Repeats the orders of ``fa4tune/kernels/tile_scheduler.py`` on the host.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush, heapreplace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fa4tune.kernels.plan import KernelPlan
-from fa4tune.kernels.tiles import Trips, ceil_div
+from fa4tune.kernels.tiles import HeadTrips, ceil_div
 
 L2_SECTION_BYTES = 50 * 2**20
 """K and V bytes of the heads that the longest-first order keeps together."""
@@ -20,6 +22,8 @@ L2_SECTION_BYTES = 50 * 2**20
 END_TILES = 4
 """Tiles a CTA of which the end of an unsorted schedule is simulated; before them loads are even."""
 
+FEW_EQUAL = 4
+"""Heads a section below which tiles are dealt one by one: too few are alike for groups to pay."""
 
 PLAYED_TILES = 256
 """Tiles a CTA up to which a schedule is played whole; of a longer one the end, loads before it being even."""
@@ -43,9 +47,7 @@ def workers(plan: KernelPlan, sm_count: int) -> int:
     return max(1, sm_count // plan.ctas_per_tile) * plan.resources.ctas_per_sm
 
 
-def makespan(
-    plan: KernelPlan, trips: tuple[Trips, ...], places: int, overhead: float, masked: float
-) -> Makespan:
+def makespan(plan: KernelPlan, trips: HeadTrips, places: int, overhead: float, masked: float) -> Makespan:
     """The CTA that finishes last.
 
     Args:
@@ -58,15 +60,14 @@ def makespan(
     problem = plan.problem
     copies = problem.batch * (problem.heads // plan.packed_heads)
     tiles = len(trips) * copies
-    total = sum(t.total for t in trips) * copies
-    total_masked = sum(t.masked for t in trips) * copies
-    if trips[0] == trips[-1] and (len(trips) == 1 or trips[0] == trips[len(trips) // 2]):
+    if trips.uniform:
         waves = ceil_div(tiles, places)
-        return Makespan(waves, waves * trips[0].total, waves * trips[0].masked, tiles / (waves * places))
+        each = trips[0]
+        return Makespan(waves, waves * each.total, waves * each.masked, tiles / (waves * places))
     section = max(1, L2_SECTION_BYTES // max(1, problem.seqlen_k * _key_bytes(plan))) * problem.gqa_group
     # The order of events hardly moves with the overhead: quarters of an iteration suffice.
     worst = _last(
-        tuple((t.total, t.masked) for t in trips),
+        trips,
         copies,
         places,
         plan.scheduler == "persistent",
@@ -75,7 +76,7 @@ def makespan(
         round(overhead * 4),
         round(masked * 4),
     )
-    cost = total + tiles * overhead + total_masked * masked
+    cost = (trips.total + len(trips) * overhead + trips.masked * masked) * copies
     mine = worst[1] + worst[0] * overhead + worst[2] * masked
     return Makespan(worst[0], worst[1], worst[2], min(1.0, cost / (mine * places)))
 
@@ -86,7 +87,7 @@ def _key_bytes(plan: KernelPlan) -> int:
 
 @lru_cache(maxsize=8192)
 def _last(
-    trips: tuple[tuple[int, int], ...],
+    trips: HeadTrips,
     copies: int,
     places: int,
     persistent: bool,
@@ -96,34 +97,48 @@ def _last(
     masked: int,
 ) -> tuple[float, float, float]:
     """(tiles, iterations, masked iterations) of the place that finishes last; costs in quarters."""
-    jobs = [(4 * total + overhead + masked * hidden, total, hidden) for total, hidden in trips]
+    ones = np.ones_like(trips.totals)
+    # a row a tile: what it costs, and what it counts for
+    jobs = np.stack(
+        [4 * trips.totals + overhead + masked * trips.masks, ones, trips.totals, trips.masks], axis=1
+    )
     unit = section if longest_first else 1  # copies that leave the order of the others as it is
     before = max(0, copies // unit - ceil_div(PLAYED_TILES * places, unit * len(jobs))) * unit
     if persistent:
-        tiles, iterations, hidden = _static(jobs, copies - before, places, longest_first, section)
+        found = _static(jobs, copies - before, places, longest_first, section)
     elif longest_first:
-        tiles, iterations, hidden = _greedy_runs(jobs, copies - before, places, section)
+        found = _greedy_runs(jobs, copies - before, places, section)
     else:
-        tiles, iterations, hidden = _greedy(jobs, copies - before, places)
+        found = _greedy(jobs, copies - before, places)
     even = before / places
     return (
-        tiles + even * len(jobs),
-        iterations + even * sum(job[1] for job in jobs),
-        hidden + even * sum(job[2] for job in jobs),
+        found[0] + even * len(trips),
+        found[1] + even * trips.total,
+        found[2] + even * trips.masked,
     )
 
 
+Jobs = NDArray[np.int64]
+"""(tiles, 4): cost, 1, iterations and masked iterations of each tile of a head."""
+
+Sections = list[tuple[list[list[int]], int]]
+"""Of each section of heads: the jobs of a head, and how many heads it has."""
+
+
 def _static(
-    jobs: list[tuple[int, int, int]], copies: int, places: int, longest_first: bool, section: int
+    jobs: Jobs, copies: int, places: int, longest_first: bool, section: int
 ) -> tuple[float, float, float]:
     """A static grid: wave after wave, every other one backwards."""
-    table = np.array(jobs)
+    even = np.zeros(4, np.int64)
     if longest_first:
-        blocks = np.arange(len(jobs) - 1, -1, -1)
+        parts = []
         whole, rest = divmod(copies, section)
-        order = np.tile(np.repeat(blocks, section), whole)
-        if rest:
-            order = np.concatenate([order, np.repeat(blocks, rest)])
+        # two waves, there and back, of equal tiles give every place two of them and change nothing else
+        for heads, times in ((section, whole), (rest, 1)):
+            pairs, left = divmod(heads, 2 * places)
+            even += 2 * pairs * times * jobs.sum(axis=0)
+            parts.append(np.tile(np.repeat(np.arange(len(jobs) - 1, -1, -1), left), times))
+        order = np.concatenate(parts)
     else:
         order = np.tile(np.arange(len(jobs)), copies)
     waves = ceil_div(len(order), places)
@@ -131,20 +146,40 @@ def _static(
     grid[: len(order)] = order
     board = grid.reshape(waves, places)
     board[1::2] = board[1::2, ::-1]
-    loads = np.where(board >= 0, table[board, 0], 0).sum(axis=0)
+    loads = np.where(board >= 0, jobs[board, 0], 0).sum(axis=0)
     mine = board[:, int(loads.argmax())]
-    mine = mine[mine >= 0]
-    return len(mine), int(table[mine, 1].sum()), int(table[mine, 2].sum())
+    _, tiles, iterations, masks = (jobs[mine[mine >= 0]].sum(axis=0) + even).tolist()
+    return tiles, iterations, masks
 
 
-def _greedy_runs(
-    jobs: list[tuple[int, int, int]], copies: int, places: int, section: int
-) -> tuple[float, float, float]:
-    """Longest first to whoever is free: runs of equal tiles, dealt to groups of equally loaded places."""
-    levels = [(0, 0, 0, 0, places)]
+def _greedy_runs(jobs: Jobs, copies: int, places: int, section: int) -> tuple[float, float, float]:
+    """Longest first to whoever is free: runs of equal tiles, one after the other."""
+    left_out = max(0, len(jobs) * copies - PLAYED_TILES * places)
+    even = np.zeros(4, np.int64)
+    sections = []
     for first in range(0, copies, section):
         equal = min(copies, first + section) - first
-        for cost, total, hidden in reversed(jobs):
+        played = len(jobs) - min(len(jobs), left_out // equal)
+        left_out = left_out - len(jobs) * equal if not played else 0
+        even += jobs[played:].sum(axis=0) * equal
+        sections.append((jobs[:played].tolist(), equal))
+    deal = _dealt_by_tile if section < FEW_EQUAL else _dealt_by_level
+    _, tiles, iterations, masks = deal(sections, places)
+    _, *each = (even / places).tolist()
+    return tiles + each[0], iterations + each[1], masks + each[2]
+
+
+def _dealt_by_tile(sections: Sections, places: int) -> tuple[int, ...]:
+    """(load, tiles, iterations, masked iterations) of the most loaded place."""
+    order = (job for jobs, equal in sections for job in reversed(jobs) for _ in range(equal))
+    return _dealt(order, places)
+
+
+def _dealt_by_level(sections: Sections, places: int) -> tuple[int, ...]:
+    """The same for groups of equally loaded places at once."""
+    levels = [(0, 0, 0, 0, places)]
+    for jobs, equal in sections:
+        for cost, _, total, hidden in reversed(jobs):
             left = equal
             while left:
                 load, tiles, iterations, masks, count = heappop(levels)
@@ -155,24 +190,26 @@ def _greedy_runs(
                     heappush(levels, (load, tiles, iterations, masks, count - taken))
                 heappush(levels, (load + cost, tiles + 1, iterations + total, masks + hidden, taken))
                 left -= taken
-    _, tiles, iterations, masks, _ = max(levels)
-    return tiles, iterations, masks
+    return max(levels)[:4]
 
 
-def _greedy(jobs: list[tuple[int, int, int]], copies: int, places: int) -> tuple[float, float, float]:
+def _greedy(jobs: Jobs, copies: int, places: int) -> tuple[float, float, float]:
     """In the order of rows to whoever is free; the last few tiles of each place decide who is last."""
     tiles = len(jobs) * copies
-    simulated = min(tiles, END_TILES * places)
-    before = tiles - simulated
+    before = max(0, tiles - END_TILES * places)
+    _, count, iterations, masks = _dealt(jobs[np.arange(before, tiles) % len(jobs)].tolist(), places)
+    whole, rest = divmod(before, len(jobs))
+    even = (jobs.sum(axis=0) * whole + jobs[:rest].sum(axis=0)).tolist()
+    return count + before / places, iterations + even[2] / places, masks + even[3] / places
+
+
+def _dealt(jobs: Iterable[list[int]], places: int) -> tuple[int, ...]:
+    """The most loaded place when each of ``jobs``, in their order, goes to the least loaded one."""
     heap = [(0, 0, 0, 0)] * places
-    for index in range(before, tiles):
-        cost, total, hidden = jobs[index % len(jobs)]
+    for cost, _, total, hidden in jobs:
         load, count, iterations, masks = heap[0]
         heapreplace(heap, (load + cost, count + 1, iterations + total, masks + hidden))
-    _, count, iterations, masks = max(heap)
-    whole, rest = divmod(before, len(jobs))
-    even = [sum(job[i] for job in jobs) * whole + sum(job[i] for job in jobs[:rest]) for i in (1, 2)]
-    return count + before / places, iterations + even[0] / places, masks + even[1] / places
+    return max(heap)
 
 
 def longest_first(plan: KernelPlan) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from fa4tune.errors import SearchError
+from fa4tune.errors import BundleError, SearchError
 
 FORMAT = 1
 """Version of manifest and results; a reader refuses another one."""
@@ -102,7 +102,8 @@ class Manifest:
         """The manifest of a bundle.
 
         Raises:
-            SearchError: there is none, it is damaged, or it has another format.
+            BundleError: there is none, or it is damaged.
+            SearchError: it has another format.
         """
         path = directory / MANIFEST
         try:
@@ -118,17 +119,18 @@ class Manifest:
                 settings=Settings(**data.pop("settings")),
                 **data,
             )
-        except FileNotFoundError:
-            raise SearchError(f"{directory} holds no {MANIFEST}; give a directory of --export") from None
+        except OSError:
+            raise BundleError(f"{directory} holds no {MANIFEST}; give a directory of --export") from None
         except (KeyError, TypeError, ValueError) as error:
-            raise SearchError(f"{path} is damaged ({error}); export the bundle again") from None
+            raise BundleError(f"{path} is damaged ({error}); export the bundle again") from None
 
 
 class Results:
     """The result lines of one bundle: read at the start, appended as they come.
 
     Raises:
-        SearchError: the file belongs to another bundle, or the directory cannot be written.
+        SearchError: the file belongs to another bundle.
+        BundleError: the directory cannot be written.
     """
 
     def __init__(self, directory: Path, identity: str) -> None:
@@ -142,7 +144,7 @@ class Results:
             if self.path.stat().st_size and not self.path.read_bytes().endswith(b"\n"):
                 self._file.write("\n")  # a writer was killed in the middle of a line
         except OSError as error:
-            raise SearchError(
+            raise BundleError(
                 f"results cannot be written to {directory} ({error.strerror or error}); give --out DIR"
             ) from None
 

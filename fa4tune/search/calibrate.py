@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import fa4tune
-from fa4tune.errors import Fa4tuneError, SearchError
+from fa4tune.errors import BundleError, Fa4tuneError, SearchError
 from fa4tune.kernels.micro.suite import VERSION, Suite, suite
 from fa4tune.search.bundle import RESULTS, Results, read_lines
 from fa4tune.search.wheels import provide_tvm_ffi
@@ -76,17 +76,18 @@ class CalibrationManifest:
         """The manifest of a bundle.
 
         Raises:
-            SearchError: there is none, it is damaged or of another version.
+            BundleError: there is none, or it is damaged.
+            SearchError: it is of another version.
         """
         path = directory / MANIFEST
         try:
             manifest = cls(**json.loads(path.read_text()))
-        except FileNotFoundError:
-            raise SearchError(
+        except OSError:
+            raise BundleError(
                 f"{directory} holds no {MANIFEST}; give a directory of calibrate --export"
             ) from None
         except (TypeError, ValueError) as error:
-            raise SearchError(f"{path} is damaged ({error}); export the bundle again") from None
+            raise BundleError(f"{path} is damaged ({error}); export the bundle again") from None
         if (manifest.format, manifest.suite) != (FORMAT, VERSION):
             raise SearchError(
                 f"{path} has format {manifest.format} and suite {manifest.suite}, this fa4tune reads "
@@ -251,13 +252,14 @@ def read_results(directory: Path) -> tuple[CalibrationManifest, list[dict[str, A
     """Manifest and result lines of a measured bundle or of the output directory of its measurement.
 
     Raises:
-        SearchError: it holds no manifest or no results, or they do not belong together.
+        BundleError: it holds no manifest or no results.
+        SearchError: they do not belong together.
     """
     manifest = CalibrationManifest.read(directory)
     places = (directory / RESULTS, directory / "results" / RESULTS)
     path = next((place for place in places if place.exists()), None)
     if path is None:
-        raise SearchError(
+        raise BundleError(
             f"{directory} holds no {RESULTS}; run calibrate.py first, or give its --out directory"
         )
     return manifest, list(read_lines(path, manifest.identity))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import fa4tune
-from fa4tune.errors import CompileError, SearchError
+from fa4tune.errors import BundleError, CompileError
 from fa4tune.kernels.micro.suite import suite
 from fa4tune.search.calibrate import MANIFEST, CalibrationManifest
 from fa4tune.search.transfer import add_wheel, vendor
@@ -58,7 +58,7 @@ def export(
         report: told of each kernel that is compiled, and of what could not be had.
 
     Raises:
-        SearchError: the directory holds something else, or cannot be written.
+        BundleError: the directory holds something else, or cannot be written.
         CompileError: no kernel compiles.
     """
     from fa4tune.kernels.micro.build import SYMBOL, build
@@ -66,12 +66,12 @@ def export(
 
     try:
         if directory.exists() and any(directory.iterdir()) and not (directory / MANIFEST).exists():
-            raise SearchError(f"{directory} is not empty and no calibration bundle; give a new directory")
+            raise BundleError(f"{directory} is not empty and no calibration bundle; give a new directory")
         for part in ("kernels", "lib", "wheels"):
             shutil.rmtree(directory / part, ignore_errors=True)
         (directory / "kernels").mkdir(parents=True)
     except OSError as error:
-        raise SearchError(f"{directory} cannot be written ({error.strerror}); give --export DIR") from None
+        raise BundleError(f"{directory} cannot be written ({error.strerror}); give --export DIR") from None
     kernels, missing = {}, {}
     for spec in suite(arch).kernels:
         try:

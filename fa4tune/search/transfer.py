@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from fa4tune.errors import SearchError
+from fa4tune.errors import BundleError, SearchError
 from fa4tune.hardware.gpu import Gpu
 from fa4tune.kernels.config import CONFIGS, KernelConfig
 from fa4tune.kernels.toolchain import cache_dir
@@ -153,7 +153,8 @@ def export(
         note: told what could not be had.
 
     Raises:
-        SearchError: the directory holds something else, cannot be written, or the bundle is too large.
+        BundleError: the directory holds something else, or cannot be written.
+        SearchError: the bundle is too large.
     """
     require_usable(directory)
     try:
@@ -178,20 +179,20 @@ def require_usable(directory: Path) -> None:
     """Find out before minutes of compiling whether a bundle can be written to ``directory``.
 
     Raises:
-        SearchError: it holds something else, or cannot be written.
+        BundleError: it holds something else, or cannot be written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if any(directory.iterdir()) and not (directory / MANIFEST).exists():
-            raise SearchError(f"{directory} is not empty; give a new directory to export to")
+            raise BundleError(f"{directory} is not empty; give a new directory to export to")
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
         raise _unwritable(directory, error) from None
 
 
-def _unwritable(directory: Path, error: OSError) -> SearchError:
-    return SearchError(f"{directory} cannot be written ({error.strerror or error}); export somewhere else")
+def _unwritable(directory: Path, error: OSError) -> BundleError:
+    return BundleError(f"{directory} cannot be written ({error.strerror or error}); export somewhere else")
 
 
 def vendor(target: Path, files: Sequence[str]) -> None:
@@ -261,13 +262,13 @@ def load_results(directory: Path) -> Imported:
     """Trials of a bundle directory, or of the output directory of its measurement.
 
     Raises:
-        SearchError: it holds no manifest or no results.
+        BundleError: it holds no manifest or no results.
     """
     manifest = Manifest.read(directory)
     places = [directory / RESULTS, directory / "results" / RESULTS]
     path = next((place for place in places if place.exists()), None)
     if path is None:
-        raise SearchError(
+        raise BundleError(
             f"{directory} holds no {RESULTS}; run measure.py first, or give its --out directory"
         )
     lines = list(read_lines(path, manifest.identity))

@@ -20,7 +20,7 @@ from pathlib import Path
 import platformdirs
 from filelock import FileLock, Timeout
 
-from fa4tune.errors import TableError
+from fa4tune.errors import TableError, TablePathError
 from fa4tune.hardware.gpu import Gpu
 from fa4tune.problem import AttentionProblem
 from fa4tune.table.entry import Entry, better, decode_entry, encode_entry
@@ -184,8 +184,8 @@ class Table:
         except OSError as error:
             raise self._unwritable(error) from None
 
-    def _unwritable(self, error: OSError) -> TableError:
-        return TableError(
+    def _unwritable(self, error: OSError) -> TablePathError:
+        return TablePathError(
             f"table {self.directory} cannot be written ({error.strerror or error}); "
             f"give a writable one with --table DIR or FA4TUNE_TABLE"
         )
@@ -231,7 +231,7 @@ class Table:
         """
         root = Path(other)
         if not root.is_dir():
-            raise TableError(f"table {str(root)!r} is not a directory; give one that a search wrote")
+            raise TablePathError(f"table {str(root)!r} is not a directory; give one that a search wrote")
         source = Table(root, fallback=())
         changed, faults = 0, []
         for path, entry, reason in source._scan():

@@ -118,7 +118,7 @@ def test_import_of_a_directory_without_results_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     CalibrationManifest("sm_90a", {}, {}, {}).write(tmp_path)
-    assert _run(monkeypatch, "--import", str(tmp_path)) == 1
+    assert _run(monkeypatch, "--import", str(tmp_path)) == 2
     assert "run calibrate.py first" in capsys.readouterr().err
 
 

@@ -80,6 +80,20 @@ def test_gpus_and_configs_side_by_side() -> None:
     assert "speed against the first" in text.stdout
 
 
+def test_files_of_ones_own_have_columns_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    mine, same = tmp_path / "mine.toml", tmp_path / "other" / "mine.toml"
+    mine.write_text('base = "b200"\n[exp_per_clk]\nvalue = 32\nsource = "what if"\n')
+    same.write_text('base = "b200"\n')
+    told = _run("explain", PROBLEM, "--gpu", "b200", "--gpu", str(mine)).stdout
+    assert "mine: mine (from b200)" in told
+    answer = _json(PROBLEM, "--gpu", "b200", "--gpu", str(mine))
+    assert [case["gpu"] for case in answer["cases"]] == ["b200", "mine"]
+    told = _run("explain", PROBLEM, "--gpu", str(mine), "--gpu", str(same)).stdout
+    assert told.count(f"{mine}: ") == 2  # above the table and in words
+    assert told.count(f"{same}: ") == 2
+
+
 def test_critical_steps_add_up_to_the_period() -> None:
     for gpu in ("h200", "b200"):
         answer = _json(PROBLEM, "--gpu", gpu)
@@ -124,7 +138,7 @@ def test_config_changes_the_prediction_and_refusals_name_numbers() -> None:
     small = _json(PROBLEM, "--gpu", "h200", "--config", "tile_m=64,tile_n=64,ping_pong=false")
     assert small["predicted_us"] > base["predicted_us"]
     refused = _run("explain", PROBLEM, "--gpu", "h200", "--config", "tile_n=256,kv_stages=4")
-    assert refused.returncode == 1
+    assert refused.returncode == 2
     assert "cannot run" in refused.stderr
     assert any(character.isdigit() for character in refused.stderr)
     assert len(refused.stderr.strip().splitlines()) == 1

@@ -31,6 +31,30 @@ def test_keys_do_not_depend_on_the_name(tmp_path: Path) -> None:
     assert load_gpu(str(renamed)).key == load_gpu("h200").key != load_gpu("h100").key
 
 
+def test_a_file_is_called_by_its_own_name_or_the_files(tmp_path: Path) -> None:
+    texts = {
+        "mine": 'base = "b200"\n',
+        "named": 'base = "b200"\nname = "faster"\n',
+        "titled": 'base = "b200"\ntitle = "A GPU"\n',
+        "chained": 'base = "mine.toml"\n',
+    }
+    for stem, text in texts.items():
+        (tmp_path / f"{stem}.toml").write_text(text)
+    found = {stem: load_gpu(str(tmp_path / f"{stem}.toml")) for stem in texts}
+    assert [gpu.name for gpu in found.values()] == ["mine", "faster", "titled", "chained"]
+    assert [gpu.title for gpu in found.values()] == [
+        "mine (from b200)", "faster (from b200)", "A GPU", "chained (from mine)",
+    ]  # fmt: skip
+    assert load_gpu("h200").name == load_gpu("h200", fitted=False).name == "h200"
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(HardwareError, match="cannot be read"):
+        load_gpu(str(path))
+
+
 def test_scaling_multiplies_only_the_named_rates() -> None:
     gpu = load_gpu("b200")
     faster = gpu.scaled(exp=2, hbm=1.5)
@@ -64,7 +88,11 @@ def test_bad_choice_gives_one_sentence(gpu: str | None, arch: str | None, words:
     [
         ("name = 'x'\n", "lacks title"),
         ('base = "h200"\n[exp_per_clk]\nvalue = 32\n', "needs a table with value and source"),
-        ('base = "h200"\n[exp_per_clk]\nvalue = -1\nsource = "x"\n', "at least 0, got -1"),
+        ('base = "h200"\n[exp_per_clk]\nvalue = -1\nsource = "x"\n', "above 0, got -1"),
+        ('base = "h200"\n[exp_per_clk]\nvalue = 0\nsource = "x"\n', "above 0, got 0"),
+        ('base = "h200"\n[launch_us]\nvalue = nan\nsource = "x"\n', "at least 0, got nan"),
+        ('base = "b200"\n[tmem_load_bytes_per_clk]\nvalue = 0\nsource = "x"\n', "with tmem_columns=512"),
+        ('base = "gpu.toml"\n', "its base leads back to itself"),
         ('base = "h200"\n[speed]\nvalue = 1\nsource = "x"\n', "'speed' is not a field"),
         ("not toml", "is not TOML"),
     ],

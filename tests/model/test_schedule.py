@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import heapq
+import random
 
+import numpy as np
 import pytest
 
 from fa4tune.hardware.gpu import load_gpu
 from fa4tune.kernels.config import default_config
 from fa4tune.kernels.plan import KernelPlan
 from fa4tune.kernels.program import build_plan
-from fa4tune.kernels.tiles import Trips
+from fa4tune.kernels.tiles import HeadTrips, m_blocks, tile_trips
+from fa4tune.model.predict import load_of, parts_of
 from fa4tune.model.roofline import head_trips
-from fa4tune.model.schedule import L2_SECTION_BYTES, first_touch, hbm_bytes, makespan, workers
+from fa4tune.model.schedule import FEW_EQUAL, L2_SECTION_BYTES, first_touch, hbm_bytes, makespan, workers
 from fa4tune.problem import AttentionProblem
 
 
@@ -25,7 +28,7 @@ def by_simulation(plan: KernelPlan, places: int, overhead: float, masked: float)
     """Cost of the place that finishes last, tile by tile."""
     trips = head_trips(plan)
     problem = plan.problem
-    cost = [t.total + overhead + masked * t.masked for t in trips]
+    cost = (trips.totals + overhead + masked * trips.masks).tolist()
     heads = problem.batch * problem.heads // plan.packed_heads
     blocks = list(range(len(trips)))
     if plan.scheduler == "lpt" or plan.constants.get("longest_first"):
@@ -68,6 +71,77 @@ def test_causal_makespan_is_that_of_the_tile_order(text: str, scheduler: str) ->
     )
 
 
+def random_plan(rng: random.Random, scheduler: str) -> KernelPlan:
+    """A causal problem of at most 256 tiles a CTA, in sections of one head to hundreds of heads."""
+    kv_heads, head_dim = rng.choice([1, 2, 3, 8]), rng.choice([64, 128])
+    queries = rng.choice([300, 1000, 2048, 5000, 40_000, 100_000])
+    keys = rng.choice([queries, queries, 3 * queries + 17, max(1, queries // 3)])
+    heads = kv_heads * rng.choice([1, 1, 4])
+    batch = max(1, rng.randint(1, 10_000 // (queries // 128)) // heads)
+    return plan_of(
+        f"b{batch}_hq{heads}_hk{kv_heads}_sq{queries}_sk{keys}_d{head_dim}_dv{head_dim}_bf16_causal_fwd",
+        scheduler=scheduler,
+    )
+
+
+@pytest.mark.parametrize("scheduler", ["persistent", "lpt"])
+def test_makespan_of_random_problems_is_that_of_a_walk_tile_by_tile(scheduler: str) -> None:
+    rng = random.Random(11)
+    few = many = 0
+    for _ in range(40):
+        plan = random_plan(rng, scheduler)
+        overhead, masked = rng.randrange(20) / 4, rng.choice([-0.25, 0.0, 0.25, 1.0])
+        span = makespan(plan, head_trips(plan), 132, overhead, masked)
+        found = span.iterations + overhead * span.tiles + masked * span.masked
+        assert found == pytest.approx(by_simulation(plan, 132, overhead, masked), rel=1e-9)
+        head = plan.problem.seqlen_k * plan.problem.head_dim * 4
+        section = max(1, L2_SECTION_BYTES // head) * plan.problem.gqa_group
+        few += section < FEW_EQUAL
+        many += section >= FEW_EQUAL
+    assert min(few, many) >= 4  # tiles were dealt one by one, and in groups
+
+
+def test_end_of_a_long_head_stands_for_all_of_it() -> None:
+    for text in (
+        "b1_hq8_hk2_sq1000000_sk1000000_d64_dv64_bf16_causal_fwd",
+        "b16_hq1_hk1_sq400000_sk400000_d128_dv128_bf16_causal_fwd",
+    ):
+        plan = plan_of(text, scheduler="lpt")
+        span = makespan(plan, head_trips(plan), 66, 1.5, 0.25)
+        found = span.iterations + 1.5 * span.tiles + 0.25 * span.masked
+        assert found == pytest.approx(by_simulation(plan, 66, 1.5, 0.25), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "b1_hq1_hk1_sq1000_sk1000_d64_dv64_bf16_causal_fwd",
+        "b1_hq1_hk1_sq4096_sk1000_d64_dv64_bf16_causal_fwd",
+        "b1_hq2_hk1_sq70_sk9000_d128_dv128_bf16_causal_fwd",
+    ],
+)
+def test_shares_of_parts_are_counted_part_by_part(text: str) -> None:
+    plan = plan_of(text)
+    parts, least = parts_of(plan), int(plan.constants["always_masked"])
+    assert parts > 1
+    rows = plan.tile_rows // parts
+    own, blocks = tile_trips(plan.problem, rows, plan.tile_n), m_blocks(plan.problem, rows)
+    masked = hidden = absent = 0
+    whole = head_trips(plan, least)
+    for part in range(len(whole) * parts):
+        tile = whole[part // parts]
+        masked += tile.masked
+        if part < blocks:
+            hidden += max(own[part].masked, min(least, own[part].total))
+            absent += tile.total - min(tile.total, max(own[part].total, 1))
+        else:
+            hidden += 1
+            absent += tile.total - min(tile.total, 1)
+    load = load_of(plan, load_gpu("h200"))
+    assert load.hidden == pytest.approx(hidden / masked)
+    assert load.absent == pytest.approx(absent * parts / masked)
+
+
 @pytest.mark.parametrize("scheduler", ["single", "persistent", "lpt"])
 @pytest.mark.parametrize("copies", [2000, 2777])
 def test_end_of_a_long_schedule_stands_for_all_of_it(scheduler: str, copies: int) -> None:
@@ -76,7 +150,7 @@ def test_end_of_a_long_schedule_stands_for_all_of_it(scheduler: str, copies: int
     found = span.iterations + 1.5 * span.tiles + 0.25 * span.masked
     assert found == pytest.approx(by_simulation(plan, 132, 1.5, 0.25), rel=0.02)
     huge = plan_of("b100000_hq64_hk64_sq4096_sk4096_d128_dv128_bf16_causal_fwd", scheduler=scheduler)
-    mean = sum(t.total for t in head_trips(huge)) * 6_400_000 / 132
+    mean = head_trips(huge).total * 6_400_000 / 132
     assert makespan(huge, head_trips(huge), 132, 1.5, 0.25).iterations == pytest.approx(mean, rel=0.01)
 
 
@@ -120,7 +194,8 @@ def test_hbm_reads_keys_again_where_l2_is_too_small() -> None:
 
 
 def test_trips_of_a_masked_tile_are_counted() -> None:
-    span = makespan(plan_of("b1_hq1_hk1_sq128_sk128_d64_dv64_bf16_full_fwd"), (Trips(4, 1),), 132, 0.0, 0.5)
+    plan = plan_of("b1_hq1_hk1_sq128_sk128_d64_dv64_bf16_full_fwd")
+    span = makespan(plan, HeadTrips(np.array([4]), np.array([1])), 132, 0.0, 0.5)
     assert (span.tiles, span.iterations, span.masked) == (1, 4, 1)
 
 

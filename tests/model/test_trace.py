@@ -1,4 +1,4 @@
-"""The trace follows the event format, loses nothing, and the picture is written."""
+"""The trace follows the event format and loses nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fa4tune.hardware.gpu import load_gpu
 from fa4tune.kernels.config import default_config
 from fa4tune.kernels.program import build_plan
 from fa4tune.model.replay import Replay, replay
-from fa4tune.model.trace import chrome_trace, draw, write_trace
+from fa4tune.model.trace import chrome_trace, write_trace
 from fa4tune.problem import AttentionProblem
 
 
@@ -67,9 +67,3 @@ def test_trace_is_in_the_event_format(played: Replay, tmp_path: Path) -> None:
     assert {e["name"] for e in spans} >= {o.name for o in played.plan.loop.body if o.mma}
     period = next(e for e in spans if e["name"].startswith("one period"))
     assert period["dur"] * played.prediction.clock_mhz == pytest.approx(played.period)
-
-
-def test_picture_is_written(played: Replay, tmp_path: Path) -> None:
-    path = tmp_path / "pipeline.png"
-    draw(played, path)
-    assert path.read_bytes().startswith(b"\x89PNG")
