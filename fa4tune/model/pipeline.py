@@ -53,6 +53,9 @@ ISSUES, EXECUTES, RUNS = range(3)
 """What a node is: an asynchronous operation's issue, its execution, or an operation of the role itself."""
 
 
+GAMMA = [0.0,1.0]
+
+
 class Step(NamedTuple):
     """A node as a run meets it; ``waits`` are (operation, distance, across roles), ``orders`` (order, whether its
     turn goes to another role)."""
@@ -455,6 +458,7 @@ def solve(
     by_turns = shape.turns
     sections, hindered = _own_products(shape, durations, weights)
     slowed = [0.0] * groups
+    dense = [0.0] * groups
     products = [0.0] * groups
     for index, (duration, weight, group) in enumerate(zip(durations, weights, shape.group_of, strict=True)):
         if weight:
@@ -468,6 +472,7 @@ def solve(
             own[TURNS if by_turns[index] else TENSOR] += duration.tensor * weight
             own[SECTION] += sections[index] * weight
             slowed[group] += hindered[index] * weight
+            dense[group] += duration.dense * weight
             products[group] += duration.tensor * weight
             own[TMEM] += duration.tmem * weight
     if copies > 1:
@@ -522,6 +527,14 @@ def solve(
                     demand[group][SECTION] = undisturbed[group] + slowed[group] * met[group]
                 if meets:
                     _share(stretch, demand, period, meets, gpu, copies, in_step)
+                    if any(dense):
+                        everyone = sum(dense)
+                        for group, factors in enumerate(stretch):
+                            held_up = GAMMA[0] * (everyone * copies - dense[group]) / period
+                            if demand[group][SECTION]:
+                                factors[SECTION] += held_up*GAMMA[1]
+                                factors[TENSOR] += held_up
+                                factors[TURNS] += held_up
                 blocked = others / period
                 cycles = fixed
                 for group, (tensor, fed, section, tmem, turn, turn_fed, slow) in along.items():

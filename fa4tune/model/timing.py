@@ -59,6 +59,7 @@ class Duration:
     yielding: float
     section: float
     hindered: float
+    dense: float
     tmem: float
     other: float
     latency: float
@@ -162,22 +163,24 @@ def _duration(operation: Operation, warps: int, gpu: Gpu) -> Duration:
                 0.0,
                 0.0,
                 0.0,
+                0.0,
                 gpu.mma_latency_clk,
                 units,
             )
-        return Duration(True, issue, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, l2, gpu.copy_latency_clk, units)
+        return Duration(True, issue, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, l2, gpu.copy_latency_clk, units)
     # A role of fewer warps than schedulers reaches its share of each unit only.
     part = min(1.0, warps / SCHEDULERS)
     exponentials = exp / part
-    arithmetic = max(max(0.0, work.issue - work.exp / 32) / pace, fma / part, alu / part)
-    arithmetic += work.exp_emulated / (32 * warps) * gpu.emulation_stall_clk
+    polynomial = work.exp_emulated / 32 * 8.0
+    arithmetic = max(max(0.0, work.issue - work.exp / 32 - polynomial) / pace, fma / part, alu / part)
     longer, shorter = max(exponentials, arithmetic), min(exponentials, arithmetic)
     # element by element work leaves no dependent tail that its neighbours could not fill
     latency = gpu.arithmetic_latency_clk if chained else 0.0
     if work.smem_generic_bytes and operation.unit == Unit.EXP and not work.tmem_store_bytes:
         # P becomes visible to the tensor cores; what threads hand each other needs no fence
         latency += gpu.smem_fence_clk
-    section, waited = longer + (1.0 - gpu.exp_overlap) * shorter, tmem / part
+    dense = polynomial / pace + work.exp_emulated / (32 * warps) * gpu.emulation_stall_clk
+    section, waited = dense + longer + (1.0 - gpu.exp_overlap) * shorter, tmem / part
     if operation.unit == Unit.ALU:
         # maxima go over scores as they arrive
         section, waited = max(section, waited), 0.0
@@ -196,6 +199,7 @@ def _duration(operation: Operation, warps: int, gpu: Gpu) -> Duration:
         0.0,
         section,
         hindered,
+        work.exp_emulated / (32 * warps) * (6.0 / gpu.fma_beside_mma + 4.0 / gpu.alu_beside_mma),
         waited,
         work.smem_generic_bytes / gpu.smem_bytes_per_clk / part,
         latency,
