@@ -104,7 +104,7 @@ class Beside(MicroKernel):
     @cute.jit
     def _tiles(self, smem: SmemAllocator, role: str, host: tuple, mSource: cute.Tensor) -> Any:
         """Operands of a role in SMEM: (A, B), B alone where A is in registers, or nothing."""
-        tiles = ()
+        tiles: Any = ()
         if const_expr(role in MATMULS):
             _, a_layout, b_layout = host
             n = int(role[2:])
