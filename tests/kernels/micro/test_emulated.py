@@ -168,9 +168,12 @@ def _matmul_sum(source: torch.Tensor, role: str, group: int) -> tuple[float, flo
     return (a.sum(0) @ b.sum(1)).item(), (a.abs().sum(0) @ b.abs().sum(1)).item()
 
 
+@pytest.mark.parametrize("late", [None, 5])
 @pytest.mark.parametrize("others", ["none", "rs128", "ss128", "rs64"])
-def test_arithmetic_beside_matmuls_is_timed_to_its_end(run: Run, source: torch.Tensor, others: str) -> None:
-    _, sink = run(f"beside.ex2.{others}")
+def test_arithmetic_beside_matmuls_is_timed_to_its_end(
+    run: Run, source: torch.Tensor, others: str, late: int | None
+) -> None:
+    _, sink = run(f"beside.ex2.{others}", late=late)
     x = source[:128, 2:10].double()
     for _ in range(2 * 32):
         x = torch.exp2(-x)
