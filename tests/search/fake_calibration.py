@@ -1,7 +1,7 @@
 """A worker whose GPU is a formula: a CTA of a kernel takes ``LAUNCH + iterations * cost`` cycles.
 
 Kernels named in ``FAKE_FAILURES`` (``name=hang``, ``name=crash`` or ``name=raise``) fail that way; of one
-that is ``name=uneven`` the last CTA takes half as long again. Warps beside the timed ones end later than those.
+that is ``name=uneven`` the last CTA takes half as long again. Warps beside the timed ones end later.
 """
 
 from __future__ import annotations
