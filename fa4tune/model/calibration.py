@@ -15,6 +15,7 @@ from typing import Any
 
 from fa4tune.errors import HardwareError
 from fa4tune.hardware.gpu import Gpu, gpu_names, load_gpu
+from fa4tune.kernels.micro.suite import BESIDE_MATMULS
 
 WARP = 32
 
@@ -344,6 +345,26 @@ def _exp_overlap(m: Measurements, base: Gpu) -> tuple[float, str]:
     )
 
 
+def _beside(m: Measurements, operation: str) -> tuple[float, str]:
+    """Part of an operation's rate that is left beside a warpgroup that keeps the tensor cores busy."""
+    alone = m.cycles(f"beside.{operation}.none")
+    beside = {name: m.cycles(f"beside.{operation}.{name}") for name in BESIDE_MATMULS}
+    return (
+        min(1.0, statistics.fmean(alone / cycles for cycles in beside.values())),
+        f"probes beside.{operation}, 256 instructions of a warpgroup in 8 chains: {alone:.0f} cycles alone, "
+        f"{', '.join(f'{cycles:.0f} ({name})' for name, cycles in beside.items())} beside another's wgmma "
+        f"with A from registers (rs) or SMEM (ss)",
+    )
+
+
+def _fma_beside(m: Measurements, base: Gpu) -> tuple[float, str]:
+    value, how = _beside(m, "fma")
+    wide, narrow = (m.probes.get(name) for name in ("beside.rs128.fma", "wgmma.rs.n128.k8.queued.wg1"))
+    if wide and narrow:
+        how += f"; wgmma of {narrow['cycles']:.0f} cycles beside fma takes {wide['cycles']:.0f}"
+    return value, how
+
+
 def _arithmetic_latency(m: Measurements, base: Gpu) -> tuple[float, str]:
     points = [(float(n), m.cycles(f"section.n{n}.full.wg1")) for n in SECTION_KEYS]
     intercept, _ = _line(points)
@@ -436,16 +457,30 @@ def _barrier(m: Measurements, base: Gpu) -> tuple[float, str]:
     )
 
 
+def _turn(m: Measurements, base: Gpu) -> tuple[float, str]:
+    there_and_back = m.cycles("named.latency")
+    return (
+        there_and_back / 2,
+        f"two warpgroups that pass a turn to each other through named barriers, there and back in "
+        f"{there_and_back:.0f} cycles",
+    )
+
+
 def _copy_points(m: Measurements, place: str, label: str) -> list[tuple[float, float]]:
     return [(kib * 1024.0, m.cycles(f"copy.{place}.{kib}k.{label}")) for kib in (8, 16, 32)]
 
 
 def _copy_latency(m: Measurements, base: Gpu) -> tuple[float, str]:
     busy, alone = (_line(_copy_points(m, "l2", label)) for label in ("all", "alone"))
+    spread = [m.probes[name]["cycles"] for k in (8, 16, 32) if (name := f"copy.l2.{k}k.spread") in m.probes]
+    others = (
+        f"; each SM other tiles {', '.join(f'{c:.0f}' for c in spread)} with their size" if spread else ""
+    )
     return (
         max(0.0, busy[0]),
         f"one TMA load in flight on each SM, tiles of 8, 16 and 32 KiB that hit L2, their size taken out "
-        f"({1 / busy[1]:.3g} B a clock); on one SM alone {alone[0]:.0f} ({1 / alone[1]:.3g} B a clock)",
+        f"({1 / busy[1]:.3g} B a clock); on one SM alone {alone[0]:.0f} ({1 / alone[1]:.3g} B a clock)"
+        + others,
     )
 
 
@@ -506,6 +541,22 @@ def _clock(m: Measurements, base: Gpu) -> tuple[float, str]:
     return statistics.median(clocks), f"SM clock of attention's inner loops without loads: {shown}"
 
 
+def _mma_clock(m: Measurements, base: Gpu) -> tuple[float, str]:
+    ratios = {}
+    matmul = [("matmul", m.loads["matmul"])] if "matmul" in m.loads else []
+    for name, line in [*matmul, *_attention_like(m)]:
+        shown = line.get("sensors", {}).get("clocks.sm")
+        if shown and line.get("clock_mhz"):
+            ratios[name] = float(line["clock_mhz"]) / float(shown)
+    if not ratios:
+        raise _Missing("no clock under matrix work was both counted and shown by nvidia-smi")
+    each = ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
+    return (
+        min(1.0, statistics.median(ratios.values())),
+        f"cycles that kernels count over their time, over the clock that nvidia-smi shows: {each}",
+    )
+
+
 def _power_points(m: Measurements, base: Gpu) -> list[tuple[str, float, float]]:
     """(load, share of tensor work, watts at the highest clock) of loads that keep SMs busy."""
     clock = m.environment.get("max_clock_mhz") or base.max_clock_mhz
@@ -549,13 +600,18 @@ _RULES: tuple[tuple[str, str, Rule], ...] = (
     ("launch_us", "latency", _launch),
     ("mma_latency_clk", "latency", _mma_latency),
     ("barrier_latency_clk", "latency", _barrier),
+    ("turn_latency_clk", "latency", _turn),
     ("copy_latency_clk", "latency", _copy_latency),
     ("copy_miss_clk", "latency", _copy_miss),
     ("arithmetic_latency_clk", "latency", _arithmetic_latency),
     ("warp_issue_per_clk", "part", _warp_issue),
     ("exp_overlap", "part", _exp_overlap),
+    ("exp_beside_mma", "part", lambda m, base: _beside(m, "ex2")),
+    ("alu_beside_mma", "part", lambda m, base: _beside(m, "max")),
+    ("fma_beside_mma", "part", _fma_beside),
     ("smem_conflict", "part", _smem_conflict),
     ("hbm_efficiency", "part", _hbm),
+    ("mma_clock", "part", _mma_clock),
     ("active_watts", "power", lambda m, base: _watts(m, base, 0)),
     ("tensor_watts", "power", lambda m, base: _watts(m, base, 1)),
 )

@@ -205,9 +205,9 @@ class Bench:
         self._flush.zero_()
 
     def block_cycles(self, probe: Probe, stamps: torch.Tensor) -> list[int]:
-        """Cycles of each CTA: from its first warp's start to its last warp's end."""
-        warps = probe.threads // 32
-        pairs = stamps[: self.blocks(probe) * warps * 2].view(-1, warps, 2).cpu()
+        """Cycles of each CTA: from its first warp's start to its last warp's end, of the warps that count."""
+        warps, timed = probe.threads // 32, (probe.timed_threads or probe.threads) // 32
+        pairs = stamps[: self.blocks(probe) * warps * 2].view(-1, warps, 2)[:, :timed].cpu()
         cycles: list[int] = (pairs[:, :, 1].amax(1) - pairs[:, :, 0].amin(1)).tolist()
         return cycles
 
@@ -363,9 +363,10 @@ class Bench:
                 ms = start.elapsed_time(end)
                 # read without waiting for the launches behind it
                 with torch.cuda.stream(self._side()):
-                    cycles = statistics.median(self.block_cycles(probe, stamps))
-                clocks.append(cycles / ms * 1e-3)
-                each.append(cycles / iterations)
+                    cycles = self.block_cycles(probe, stamps)
+                # events enclose the slowest CTA
+                clocks.append(max(cycles) / ms * 1e-3)
+                each.append(statistics.median(cycles) / iterations)
         torch.cuda.synchronize()
         return {
             "clock_mhz": statistics.median(clocks) if clocks else 0.0,

@@ -37,13 +37,18 @@ TRUE = replace(
     launch_us=2.4,
     mma_latency_clk=36.0,
     barrier_latency_clk=31.0,
+    turn_latency_clk=27.0,
     copy_latency_clk=590.0,
     copy_miss_clk=410.0,
     arithmetic_latency_clk=77.0,
     warp_issue_per_clk=0.7,
     exp_overlap=0.35,
+    exp_beside_mma=0.72,
+    alu_beside_mma=0.55,
+    fma_beside_mma=0.91,
     smem_conflict=0.8,
     hbm_efficiency=0.88,
+    mma_clock=0.92,
     active_watts=500.0,
     tensor_watts=560.0,
 )
@@ -54,6 +59,10 @@ INSTRUCTIONS_A_KEY = 2.0
 
 MAXIMA_A_KEY = 0.25
 """Those of them that find the rows' maxima."""
+
+
+BESIDE_SPREAD = {"rs128": 0.9, "ss128": 1.0, "rs64": 1.1}
+"""How far one kind of matmul leaves more of a pipe's rate than another."""
 
 
 def _section_cycles(keys: int, exponentials: bool) -> float:
@@ -99,8 +108,20 @@ def _cycles(name: str, work: float) -> float:
         return _section_cycles(int(tile[1:]), kind == "full") * int(groups[2:])
     if family == "loop":
         return 3000.0
-    if family in ("mbarrier", "named"):
+    if family == "mbarrier":
         return work * TRUE.barrier_latency_clk
+    if family == "named":
+        return work * TRUE.turn_latency_clk
+    if family == "beside":
+        first, others = rest.split(".")
+        if first == "rs128":
+            return work / TRUE.mma_flops_per_clk
+        rate, left = {
+            "ex2": (TRUE.exp_per_clk, TRUE.exp_beside_mma),
+            "max": (TRUE.alu_per_clk, TRUE.alu_beside_mma),
+            "fma": (TRUE.fma_per_clk, TRUE.fma_beside_mma),
+        }[first]
+        return work / rate / (1.0 if others == "none" else left * BESIDE_SPREAD[others])
     if family == "sync":
         return 25.0
     if family == "copy":
@@ -182,6 +203,7 @@ def _lines() -> list[dict[str, Any]]:
                 "watts": draw * (clock / TRUE.max_clock_mhz) ** 3,
                 "cycles": load.tensor_flops / (share or 1.0) / TRUE.mma_flops_per_clk,
                 "tensor_flops": load.tensor_flops,
+                "sensors": {"clocks.sm": clock / TRUE.mma_clock},
             }
         )
     return lines
@@ -219,6 +241,9 @@ def test_what_is_not_calibrated_keeps_the_base_s_number_and_source(tmp_path: Pat
     [
         ("ex2.throughput", {"exp_per_clk", "exp_overlap"}),
         ("mbarrier.latency", {"barrier_latency_clk"}),
+        ("named.latency", {"barrier_latency_clk", "turn_latency_clk"}),
+        ("beside.ex2.rs64", {"exp_beside_mma"}),
+        ("beside.max.none", {"alu_beside_mma"}),
         ("copy.l2.16k.alone", {"copy_latency_clk", "copy_miss_clk"}),
         ("interference.stores8", {"smem_conflict"}),
         ("hbm.throughput", {"hbm_efficiency"}),
@@ -279,6 +304,32 @@ def test_sources_may_contain_quotes(tmp_path: Path) -> None:
     path = tmp_path / "machine.toml"
     path.write_text(_calibration(lines).to_toml())
     assert 'GPU "X"\\100' in load_gpu(str(path)).sources["exp_per_clk"]
+
+
+def test_arithmetic_that_matmuls_do_not_hold_up_keeps_its_rate() -> None:
+    lines = _lines()
+    for line in lines:
+        if str(line.get("name")).startswith("beside.fma."):
+            line["cycles"] = {"beside.fma.none": 300.0}.get(line["name"], 298.0)
+    number = next(n for n in _calibration(lines).numbers if n.field == "fma_beside_mma")
+    assert number.value == 1.0
+    assert "300 cycles alone, 298 (rs128), 298 (ss128), 298 (rs64) beside" in number.source
+    assert "wgmma of 518 cycles beside fma takes 518" in number.source
+
+
+@pytest.mark.parametrize("name", ["matmul", "loop d128 wg2"])
+def test_one_odd_load_does_not_change_the_clock_s_ratio(name: str) -> None:
+    lines = _lines()
+    for line in lines:
+        if line.get("name") == name:
+            line["sensors"] = {"clocks.sm": 1000.0}
+    number = next(n for n in _calibration(lines).numbers if n.field == "mma_clock")
+    assert number.value == pytest.approx(TRUE.mma_clock)
+
+
+def test_without_sensors_the_shown_clock_is_not_made_up() -> None:
+    lines = [{**line, "sensors": {}} if line["kind"] == "load" else line for line in _lines()]
+    assert "shown by nvidia-smi" in _calibration(lines).left_out["mma_clock"]
 
 
 def test_the_sweep_s_bytes_are_counted_for_all_sms() -> None:

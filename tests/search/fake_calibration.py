@@ -1,6 +1,7 @@
 """A worker whose GPU is a formula: a CTA of a kernel takes ``LAUNCH + iterations * cost`` cycles.
 
-Kernels named in ``FAKE_FAILURES`` (``name=hang``, ``name=crash`` or ``name=raise``) fail that way.
+Kernels named in ``FAKE_FAILURES`` (``name=hang``, ``name=crash`` or ``name=raise``) fail that way; of one
+that is ``name=uneven`` the last CTA takes half as long again. Warps beside the timed ones end later.
 """
 
 from __future__ import annotations
@@ -70,13 +71,18 @@ class FakeBench(Bench):
             assert 0 < blocks <= self.sm_count
             span = walk[2]
             assert span * 128 <= source.shape[0]
-            cycles = LAUNCH + iterations * cost(name, threads)
+            cycles = torch.full((blocks, threads // 32), LAUNCH + iterations * cost(name, threads))
+            if how == "uneven":
+                cycles[-1] += cycles[-1] // 2
+            whole = cycles.max().item()
+            if name.startswith("beside."):
+                cycles[:, 4:] += 7 * iterations
             pairs = stamps[: blocks * threads // 32 * 2].view(-1, 2)
             # blocks start at different times on clocks of their own
             begin = torch.arange(pairs.shape[0]) * 32 // threads * 1000 + 17
-            pairs[:, 0], pairs[:, 1] = begin, begin + cycles
+            pairs[:, 0], pairs[:, 1] = begin, begin + cycles.flatten()
             sink.fill_(0.5)
-            NOW_MS[0] += cycles / CLOCK_MHZ * 1e-3
+            NOW_MS[0] += whole / CLOCK_MHZ * 1e-3
 
         return run
 

@@ -25,6 +25,7 @@ def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "arithmetic.ex2.8",
         "arithmetic.fma.1",
         "arithmetic.fma_max.8",
+        "beside.ex2.rs128",
         "copy.128x128.depth4",
         "copy.64x64.depth1",
         "wgmma.ss.n64.k8.queued",
@@ -56,7 +57,7 @@ def test_measure_finds_the_cost_of_an_iteration(bundle: Path, tmp_path: Path, sh
     assert measure(bundle, out, worker=WORKER)
     found = _probes(out)
     probes = {p.name: p for p in suites.suite("sm_90a").probes}
-    assert {"ex2.throughput", "fma.latency", "hbm.throughput", "copy.l2.8k.alone"} <= set(found)
+    assert {"ex2.throughput", "fma.latency", "hbm.throughput", "beside.ex2.rs128"} <= set(found)
     for name, line in found.items():
         expected = cost(probes[name].kernel, probes[name].threads)
         assert line["cycles"] == pytest.approx(expected), name
@@ -106,6 +107,21 @@ def test_a_load_reports_clock_and_cycles(bundle: Path, tmp_path: Path) -> None:
     assert line["launches"] > 4
 
 
+def test_a_load_s_clock_is_that_of_its_slowest_cta(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_FAILURES", "arithmetic.fma_max.8=uneven")
+    full = suites.suite("sm_90a")
+    loads = tuple(load for load in full.loads if load.name == "arithmetic")
+    probes = tuple(probe for probe in full.probes if probe.name == loads[0].probe)
+    few = replace(full, probes=probes, loads=loads, launches=())
+    monkeypatch.setattr(calibrate, "suite", lambda arch: few)
+    assert measure(bundle, tmp_path / "out", worker=WORKER)
+    (line,) = (line for line in _lines(tmp_path / "out") if line["kind"] == "load")
+    assert line["clock_mhz"] == pytest.approx(CLOCK_MHZ, rel=0.01)
+    assert line["cycles"] == pytest.approx(cost("arithmetic.fma_max.8", 512), rel=0.01)
+
+
 def test_a_budget_leaves_work_for_the_next_run(bundle: Path, tmp_path: Path, short_loads: None) -> None:
     out = tmp_path / "out"
     assert not measure(bundle, out, budget_seconds=0.0, worker=WORKER)
@@ -120,7 +136,7 @@ def test_without_a_gpu_one_sentence(bundle: Path, tmp_path: Path) -> None:
 
 
 def test_a_manifest_of_another_suite_is_refused(bundle: Path) -> None:
-    text = (bundle / calibrate.MANIFEST).read_text().replace('"suite": 1', '"suite": 0')
+    text = (bundle / calibrate.MANIFEST).read_text().replace(f'"suite": {suites.VERSION}', '"suite": 0')
     (bundle / calibrate.MANIFEST).write_text(text)
     with pytest.raises(SearchError, match="suite 0"):
         CalibrationManifest.read(bundle)

@@ -4,6 +4,11 @@ Without matmuls it shows what the arithmetic of a section costs one warpgroup al
 exponentials hides under the rest, and how warpgroups delay each other. With them, S = QK and O += PV of
 resident operands surround it: the inner loop of attention without its loads, whose share of tensor work also
 says what power it draws.
+
+A score's scaled value stays in the score's register, as in attention's kernels, where matmuls write the next
+scores there. Without matmuls it is the next iteration's score. Were the exponential that score, the compiler
+would put all scaled values through one register, and each would wait until the exponential unit has read the
+one before.
 """
 
 from __future__ import annotations
@@ -17,13 +22,13 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from fa4tune.kernels import softmax
-from fa4tune.kernels.exp2_device import fma, max3_as_integers, pack_pair
+from fa4tune.kernels.exp2_device import exp2_hardware, fma, max3_as_integers, pack_pair
 from fa4tune.kernels.micro.base import MicroKernel, Walk, clock, source_value
 from fa4tune.kernels.micro.wgmma import MOST_WARPGROUPS, WARPGROUP, fill, make_mma, multiply, smem_layout
 
 
 def largest(scores: cute.Tensor, row: tuple[int, ...], init: Float32) -> Float32:
-    """Largest of ``init`` and the positive registers ``row`` of ``scores``, in two chains."""
+    """Largest of ``init`` and the registers ``row`` of ``scores``, one of them positive, in two chains."""
     heads = [init, scores[row[0]]]
     for pair in range(len(row) // 2 - 1):
         a, b = scores[row[2 * pair + 1]], scores[row[2 * pair + 2]]
@@ -36,7 +41,8 @@ class Section(MicroKernel):
 
     Args:
         n: keys.
-        exponentials: False leaves the exponentials' arguments in their place: the section's other work alone.
+        exponentials: False takes the exponentials' arguments in their place: the section's other work alone.
+            Only without matmuls.
         head_dim: of the matmuls around it; 0 for none.
     """
 
@@ -84,7 +90,8 @@ class Section(MicroKernel):
                 for i in cutlass.range_constexpr(self.n // 4):
                     used = used ^ p[i]
             ended = clock()
-            result = used.to(Float32)
+            # the sign keeps P alive and leaves the result readable: 0 of exponentials, else 0 or -1
+            result = (used >> 31).to(Float32)
         return began, ended, result + row_max[0] + row_max[1] + row_sum[0] + row_sum[1]
 
     @cute.jit
@@ -146,7 +153,7 @@ class Section(MicroKernel):
         if const_expr(self.head_dim > 0):
             maxima = softmax.row_maxima(scores, self.rows, row_max)
         else:
-            # positive scores need no second way, whose instructions would be counted though never taken
+            # rows with a positive maximum need no second way, which would be counted though not taken
             maxima = [largest(scores, self.rows[r], row_max[r]) for r in range(2)]
         for r in cutlass.range_constexpr(2):
             tile_max = cute.arch.warp_reduction_max(maxima[r], threads_in_group=4)
@@ -155,16 +162,16 @@ class Section(MicroKernel):
             factors.append(factor)
             minus.append(minus_max)
         sums = [row_sum[0], row_sum[1]]
+        pair = [Float32(0.0), Float32(0.0)]
         for i in cutlass.range_constexpr(self.n // 2):
             r = (i // 2) % 2
-            if const_expr(self.exponentials):
-                value = softmax.exponentiate(scores, i, scale, minus[r], False, 3)
+            if const_expr(self.head_dim > 0):
+                pair[i % 2] = softmax.exponentiate(scores, i, scale, minus[r], False, 3)
             else:
-                # positive, as exponentials are: negative maxima take a longer way
-                value = fma(scores[i], scale, -minus[r])
-                scores[i] = value
-            sums[r] = sums[r] + value
+                scores[i] = fma(scores[i], scale, minus[r])
+                pair[i % 2] = exp2_hardware(scores[i]) if const_expr(self.exponentials) else scores[i]
+            sums[r] = sums[r] + pair[i % 2]
             if const_expr(i % 2 == 1):
-                p[i // 2] = pack_pair(scores[i - 1], scores[i], BFloat16)
+                p[i // 2] = pack_pair(pair[0], pair[1], BFloat16)
         row_sum[0], row_sum[1] = sums
         return factors

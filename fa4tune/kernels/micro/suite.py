@@ -10,13 +10,16 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
 
-VERSION = 1
+VERSION = 2
 """Raised when results of an older suite no longer mean the same."""
 
 WARP, WARPGROUP = 32, 128
 
 MMA_SHAPES = (64, 128, 176, 256)
 """N of the wgmma instructions measured: O and S tiles of attention, and the widest."""
+
+BESIDE_MATMULS = ("rs128", "ss128", "rs64")
+"""Matmuls that arithmetic is measured beside: A in registers or SMEM, columns."""
 
 MATMUL_ARCHITECTURES = ("sm_90a",)
 """Architectures whose matrix instructions the kernels issue."""
@@ -53,6 +56,7 @@ class Probe:
         every_sm: one CTA on each SM; else one CTA in all.
         start, step, span, block_step: walk over tiles.
         cold: L2 is filled with other data before each launch.
+        timed_threads: of a CTA, the first ones: those whose cycles count; 0 for all.
     """
 
     name: str
@@ -67,6 +71,7 @@ class Probe:
     span: int = 1
     block_step: int = 0
     cold: bool = False
+    timed_threads: int = 0
 
 
 @dataclass(frozen=True)
@@ -180,6 +185,20 @@ def _interference() -> tuple[list[KernelSpec], list[Probe]]:
     return kernels, probes
 
 
+def _beside() -> tuple[list[KernelSpec], list[Probe]]:
+    """One warpgroup's work beside another one's: arithmetic beside matmuls, and the other way around."""
+    kernels, probes = [], []
+    pairs = [*product(("ex2", "fma", "max"), ("", *BESIDE_MATMULS)), ("rs128", "max"), ("rs128", "fma")]
+    for first, others in pairs:
+        name = f"beside.{first}.{others or 'none'}"
+        arguments = (("first", first), ("others", others))
+        kernels.append(KernelSpec(name, "beside", "Beside", arguments))
+        work, unit = (2 * 64 * 128 * 128, "flops") if first == "rs128" else (256 * WARPGROUP, "elements")
+        threads = WARPGROUP * (2 if others else 1)
+        probes.append(Probe(name, name, threads, work, unit, (20, 100), timed_threads=WARPGROUP))
+    return kernels, probes
+
+
 def _sections(matmul: bool) -> tuple[list[KernelSpec], list[Probe]]:
     kernels, probes = [], []
     variants = [(n, exponentials, 0) for n in (64, 128, 176) for exponentials in (True, False)]
@@ -224,7 +243,12 @@ def _copies() -> tuple[list[KernelSpec], list[Probe]]:
     for rows, columns in ((64, 64), (128, 64), (128, 128)):
         kernel, kib = f"copy.{rows}x{columns}.depth1", rows * columns * 2 // 1024
         size = rows * columns * 2
-        for label, every_sm in (("alone", False), ("all", True)):
+        # all CTAs load the same few tiles, or each of them others of 132 times 8
+        for label, every_sm, span, block_step in (
+            ("alone", False, 16, 0),
+            ("all", True, 16, 0),
+            ("spread", True, 1056, 8),
+        ):
             probes.append(
                 Probe(
                     f"copy.l2.{kib}k.{label}",
@@ -234,7 +258,8 @@ def _copies() -> tuple[list[KernelSpec], list[Probe]]:
                     "bytes",
                     (200, 1000),
                     every_sm=every_sm,
-                    span=16,
+                    span=span,
+                    block_step=block_step,
                 )
             )
         probes.append(
@@ -282,7 +307,7 @@ def suite(arch: str) -> Suite:
     parts = [
         _arithmetic(),
         _shared_memory(),
-        *([_matmul(), _interference()] if matmul else []),
+        *([_matmul(), _interference(), _beside()] if matmul else []),
         _sections(matmul),
         _signals(),
         _copies(),

@@ -148,6 +148,74 @@ def test_signals_neither_hang_nor_overtake(run: Run, name: str, late: int) -> No
     run(name, iterations=5, late=late)
 
 
+def _matmul_sum(source: torch.Tensor, role: str, group: int) -> tuple[float, float]:
+    """(sum of all elements of one commit's product, of magnitudes) of what a warpgroup of ``beside`` does."""
+    n = int(role[2:])
+    flat = source.double().flatten()
+    b = flat[64 * 128 :][: 128 * n]
+    if role.startswith("ss"):
+        a, b = flat[: 64 * 128].view(64, 128), b.view(n, 128).T
+    else:
+        # registers of a thread: of each K step two columns, two rows, two columns 8 further on
+        rows, columns = source[128 * group :], torch.zeros(128, 128, dtype=torch.float64)
+        b = b.view(128, n)
+        for thread in range(128):
+            for j in range(64):
+                columns[thread, 16 * (j // 8) + 2 * (thread % 4) + j % 2 + 8 * (j % 8 // 4)] += rows[
+                    thread, j
+                ]
+        a = columns
+    return (a.sum(0) @ b.sum(1)).item(), (a.abs().sum(0) @ b.abs().sum(1)).item()
+
+
+@pytest.mark.parametrize("late", [None, 5])
+@pytest.mark.parametrize("others", ["none", "rs128", "ss128", "rs64"])
+def test_arithmetic_beside_matmuls_is_timed_to_its_end(
+    run: Run, source: torch.Tensor, others: str, late: int | None
+) -> None:
+    _, sink = run(f"beside.ex2.{others}", late=late)
+    x = source[:128, 2:10].double()
+    for _ in range(2 * 32):
+        x = torch.exp2(-x)
+    torch.testing.assert_close(sink[0, :128].double(), x.sum(1), rtol=2e-4, atol=0)
+    if others != "none":
+        # whole commits, as many as there was time for
+        product, scale = _matmul_sum(source, others, 1)
+        turns = sink[0, 128:].double().sum().item() / product
+        assert turns == pytest.approx(round(turns), abs=1e-4 * scale / abs(product))
+
+
+def test_matmuls_beside_arithmetic_are_as_many_as_asked_for(run: Run, source: torch.Tensor) -> None:
+    _, sink = run("beside.rs128.max", iterations=3)
+    product, scale = _matmul_sum(source, "rs128", 0)
+    assert sink[0, :128].double().sum().item() == pytest.approx(3 * product, abs=1e-5 * scale)
+    assert torch.isfinite(sink).all()
+
+
+@pytest.mark.parametrize("kind", ["full", "arithmetic"])
+def test_section_is_a_softmax_that_goes_on(run: Run, source: torch.Tensor, kind: str) -> None:
+    iterations, keys = 3, 64
+    _, sink = run(f"section.n{keys}.{kind}.wg1", iterations=iterations)
+    scores = source[:128, : keys // 2].double()
+    scale = source[:128, :1].double().clamp(0.0625, 0.125)
+    rows = [[i for i in range(keys // 2) if i // 2 % 2 == r] for r in (0, 1)]
+    expected = torch.zeros(128, dtype=torch.float64)
+    for row in rows:
+        x, maximum = scores[:, row], torch.full((128, 1), -torch.inf, dtype=torch.float64)
+        total = torch.zeros(128, 1, dtype=torch.float64)
+        for _ in range(iterations):
+            highest = x.view(32, -1).amax(1).repeat_interleave(4)[:, None].maximum(maximum)
+            total = total * torch.exp2((maximum - highest) * scale)
+            maximum = highest
+            x = (x - maximum) * scale
+            total = total + (x if kind == "arithmetic" else torch.exp2(x)).sum(1, keepdim=True)
+        expected += (maximum + total)[:, 0]
+    # what keeps P alive adds its sign: none of exponentials, any of arguments
+    sign = (sink[0].double() - expected).round()
+    assert set(sign.tolist()) <= ({0.0} if kind == "full" else {0.0, -1.0})
+    torch.testing.assert_close(sink[0].double(), expected + sign, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     "name",
     ["section.n64.full.wg1", "section.n64.arithmetic.wg2", "loop.n128.d64.wg1", "interference.stores8"],

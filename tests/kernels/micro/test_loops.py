@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from fa4tune.errors import CompileError
+from fa4tune.kernels.machine_code import listing
 from fa4tune.kernels.micro.build import BuiltKernel, build, measured_loop
 from fa4tune.kernels.micro.suite import KernelSpec, Suite, suite
 
@@ -35,6 +38,20 @@ def _count(kernel: BuiltKernel, *opcodes: str) -> int:
 
 def _ptx(kernel: BuiltKernel) -> str:
     return kernel.library.with_suffix(".ptx").read_text()
+
+
+def _listing(name: str) -> str:
+    """Machine code of a kernel of the Hopper suite."""
+    import cutlass.cute as cute
+
+    from fa4tune.kernels.micro.base import fake_arguments
+
+    spec = next(spec for spec in suite("sm_90a").kernels if spec.name == name)
+    module = importlib.import_module(f"fa4tune.kernels.micro.{spec.module}")
+    kernel = getattr(module, spec.class_name)(**dict(spec.arguments))
+    with tempfile.TemporaryDirectory() as scratch:
+        options = f"--gpu-arch sm_90a --keep-cubin --dump-dir {scratch}"
+        return listing(cute.compile(kernel, *fake_arguments(), options=options).artifacts.CUBIN)
 
 
 def _probe_work(name: str, contents: Suite) -> float:
@@ -117,6 +134,44 @@ def test_section_without_exponentials_lacks_nothing_else(built: Build) -> None:
     assert not rest.skipped
 
 
+@pytest.mark.parametrize("kernel", ["section.n64.full", "section.n128.full", "section.n176.full"])
+def test_scaled_scores_have_registers_of_their_own(kernel: str) -> None:
+    # through one register, each would wait until the exponential unit has read the one before
+    code = _listing(kernel)
+    arguments = re.findall(r"MUFU\.EX2 R\d+, -?(R\d+)", code)
+    scores = 64 * int(kernel.split(".")[1][1:]) // 128
+    assert len(set(arguments)) == len(arguments) == scores + 2
+    # scaled where the score was, so that no exponential has to be taken before the next score is scaled
+    in_place = re.findall(r"FFMA\.FTZ (R\d+), \1\.?\w*, ", code)
+    assert len(in_place) == scores
+
+
+@pytest.mark.parametrize(
+    ("kernel", "opcode"),
+    [
+        ("beside.ex2.none", "MUFU.EX2"),
+        ("beside.ex2.rs128", "MUFU.EX2"),
+        ("beside.fma.ss128", "FFMA"),
+        ("beside.max.rs64", "FMNMX"),
+    ],
+)
+def test_work_beside_matmuls_is_the_operation_alone(built: Build, kernel: str, opcode: str) -> None:
+    found = built(kernel)
+    assert _count(found, opcode) == _probe_work(kernel, suite("sm_90a")) / 128
+    assert found.slots - _count(found, opcode) <= 4
+    assert found.spill_bytes == 0
+
+
+@pytest.mark.parametrize(("kernel", "columns"), [("beside.ex2.rs64", 64), ("beside.rs128.fma", 128)])
+def test_matmuls_beside_arithmetic_are_not_serialized(kernel: str, columns: int) -> None:
+    code = _listing(kernel)
+    assert code.count(f"HGMMA.64x{columns}x16.F32.BF16") == 8
+    assert code.count("WARPGROUP.ARRIVE") == 1
+    # one in the loop, one behind it
+    assert code.count("WARPGROUP.DEPBAR") == 2
+    assert _probe_work("beside.rs128.fma", suite("sm_90a")) == 8 * 2 * 64 * 128 * 16
+
+
 def test_loop_with_matmuls_multiplies_scores_and_output(built: Build) -> None:
     found = built("loop.n128.d64")
     assert _count(found, "HGMMA.64x128x16") == 64 // 16
@@ -169,9 +224,9 @@ def test_build_is_cached_and_repairs_a_damaged_folder(built: Build) -> None:
 def test_code_without_clock_is_refused(built: Build) -> None:
     from fa4tune.kernels.micro import build as module
 
-    listing = ".L_x_1:\n        /*0000*/                   FADD R0, R0, R0 ;\n"
+    text = ".L_x_1:\n        /*0000*/                   FADD R0, R0, R0 ;\n"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "listing", lambda cubin: listing)
+        patch.setattr(module, "listing", lambda cubin: text)
         with pytest.raises(CompileError, match="reads the clock 0 times"):
             measured_loop(b"")
 

@@ -25,6 +25,8 @@ def test_probes_fit_the_machine(arch: str) -> None:
         assert probe.threads <= 512
         assert probe.iterations[0] < probe.iterations[1]
         assert probe.work > 0
+        assert probe.timed_threads % 32 == 0
+        assert probe.timed_threads <= probe.threads
 
 
 def test_walks_reach_the_memory_they_are_named_for() -> None:
@@ -41,4 +43,12 @@ def test_walks_reach_the_memory_they_are_named_for() -> None:
 
 def test_only_architectures_with_wgmma_get_matmuls() -> None:
     assert any(spec.module == "wgmma" for spec in suite("sm_90a").kernels)
-    assert not any(spec.module in ("wgmma", "interference") for spec in suite("sm_100a").kernels)
+    assert not any(spec.module in ("wgmma", "interference", "beside") for spec in suite("sm_100a").kernels)
+
+
+def test_beside_matmuls_only_the_first_warpgroup_is_timed() -> None:
+    probes = [probe for probe in suite("sm_90a").probes if probe.name.startswith("beside.")]
+    assert len(probes) == 14
+    for probe in probes:
+        assert probe.timed_threads == 128
+        assert probe.threads == (128 if probe.name.endswith(".none") else 256)
