@@ -1,15 +1,15 @@
 """One measurement campaign: 28 configs of the Hopper forward on each of 30 shapes, good configs and bad.
 
-The model is fitted to these records. It is judged on others: `--fresh` names 20 more shapes (lengths,
+The model is fitted to these records. It is judged on others: `--set judged` names 20 more shapes (lengths,
 batches and head counts of their own, random configs of their own), which no fit and no choice of a mechanism
-has seen.
+has seen. `--set fresh` are 20 that an earlier model was judged on; mechanisms were compared on them since.
 Lengths are runtime arguments, so the configs of a (head dim, mask) share their compiled objects over all its
 shapes.
 
     python studies/campaign.py export DIR [--part 1/2]   compile, and write a bundle to measure elsewhere
     python DIR/measure.py --out OUT                      on the GPU host, a few minutes a part
     python studies/campaign.py import OUT                append the trials to studies/data/campaign.jsonl
-                                                         (with --fresh: campaign_fresh.jsonl)
+                                                         (each --set to its own file)
     fa4tune search --import OUT --table DIR              and, as any bundle, the winners to a table
     python studies/campaign.py summary                   what the file holds
 """
@@ -31,12 +31,17 @@ from fa4tune.record import Trial, append_trials, read_trials
 from fa4tune.search.bundle import Settings
 from fa4tune.search.candidates import Choice, predicted_time
 from fa4tune.search.compiling import Built, build
+from fa4tune.search.device import FLUSH_BYTES
 from fa4tune.search.ranking import rank_space
 from fa4tune.search.space import diverse, random_feasible
 from fa4tune.search.transfer import export, load_results
 
 DATA = Path(__file__).parent / "data" / "campaign.jsonl"
 FRESH_DATA = DATA.with_name("campaign_fresh.jsonl")
+JUDGED_DATA = DATA.with_name("campaign_judged.jsonl")
+SETS = {"fit": DATA, "fresh": FRESH_DATA, "judged": JUDGED_DATA}
+"""Sets of shapes and their files."""
+
 CONFIGS_A_CLASS = 28
 GOOD = 14
 """Configs of a class from the model's ranking; also the default, winners of searches, and random ones."""
@@ -63,18 +68,34 @@ FRESH_SHAPES = {
     6144: (2, 2, 2),
     24576: (1, 2, 8),
 }
-"""The same for the shapes that the model is judged on."""
+"""Shapes that an earlier model was judged on; mechanisms have been compared on them since."""
+
+JUDGED_SHAPES = {
+    768: (24, 1, 1),
+    1280: (5, 1, 2),
+    2560: (6, 1, 8),
+    5120: (3, 2, 1),
+    12288: (2, 4, 1),
+}
+"""Shapes that the model is judged on; nothing was fitted to them, and no mechanism chosen by them."""
+
+SHAPES_OF = {"fit": SHAPES, "fresh": FRESH_SHAPES, "judged": JUDGED_SHAPES}
 
 
-def shapes(head_dim: int, mask: str, fresh: bool = False) -> list[AttentionProblem]:
-    """The campaign's problems of one kernel class, shortest first."""
+def pause_us(gpu: Gpu) -> float:
+    """Between two kernels in turns: L2 is flushed by writing to HBM, and two kernels are launched."""
+    return FLUSH_BYTES / (gpu.hbm_gbytes_per_s * 1e3 * gpu.hbm_efficiency) + 2.0 * gpu.launch_us
+
+
+def shapes(head_dim: int, mask: str, which: str = "fit") -> list[AttentionProblem]:
+    """The problems of one kernel class in a set of :data:`SETS`, shortest first."""
     found = []
-    for seqlen, (batch, divisor, group) in (FRESH_SHAPES if fresh else SHAPES).items():
+    for seqlen, (batch, divisor, group) in SHAPES_OF[which].items():
         heads = 2048 // head_dim // divisor
         found.append(
             AttentionProblem(batch, heads, heads // group, seqlen, seqlen, head_dim, head_dim, "bf16", mask)
         )
-    if head_dim == 128 and not fresh:  # grouped heads as a model of 8 billion parameters has them
+    if head_dim == 128 and which == "fit":  # grouped heads as a model of 8 billion parameters has them
         found.insert(-2, AttentionProblem(1, 32, 8, 8192, 8192, 128, 128, "bf16", mask))
     return found
 
@@ -90,10 +111,10 @@ def held_out(problem: AttentionProblem) -> bool:
     return (index % 2 == 0) == (problem.mask == "causal")
 
 
-def configs(head_dim: int, mask: str, gpu: Gpu, fresh: bool = False) -> list[KernelConfig]:
+def configs(head_dim: int, mask: str, gpu: Gpu, which: str = "fit") -> list[KernelConfig]:
     """The configs of one class: default, winners of searches, the model's diverse best, random feasible ones.
 
-    Random ones are drawn by a fixed seed (another one for ``fresh``) from all feasible configs, so bad ones
+    Random ones are drawn by a fixed seed (another one for each set) from all feasible configs, so bad ones
     are among them.
     """
     problem = next(p for p in shapes(head_dim, mask) if p.seqlen_q == 4096)
@@ -105,7 +126,7 @@ def configs(head_dim: int, mask: str, gpu: Gpu, fresh: bool = False) -> list[Ker
         if config not in chosen:
             chosen.append(config)
     chosen += [entry.config for entry in diverse(rank_space(problem, gpu), GOOD, taken=chosen)]
-    rng = random.Random(f"{head_dim} {mask} fresh" if fresh else f"{head_dim} {mask}")
+    rng = random.Random(f"{head_dim} {mask}" if which == "fit" else f"{head_dim} {mask} {which}")
     while len(chosen) < CONFIGS_A_CLASS:
         drawn = random_feasible(problem, gpu, rng)
         if drawn is not None and drawn not in chosen:
@@ -113,12 +134,12 @@ def configs(head_dim: int, mask: str, gpu: Gpu, fresh: bool = False) -> list[Ker
     return chosen
 
 
-def write_bundle(directory: Path, part: int, parts: int, gpu: Gpu, fresh: bool) -> None:
+def write_bundle(directory: Path, part: int, parts: int, gpu: Gpu, which: str) -> None:
     """Compile and export part ``part`` (from 1) of ``parts``: every ``parts``-th shape of each class."""
     built: dict[AttentionProblem, list[Built]] = {}
     for head_dim, mask in classes():
-        wanted = configs(head_dim, mask, gpu, fresh)
-        own = shapes(head_dim, mask, fresh)
+        wanted = configs(head_dim, mask, gpu, which)
+        own = shapes(head_dim, mask, which)
         choices = [Choice(c, "campaign" if i else "default", None) for i, c in enumerate(wanted)]
         kernels, failed = build(own[0], gpu, choices)
         for trial in failed:
@@ -188,13 +209,15 @@ def main() -> None:
     back.add_argument("directory", type=Path)
     table = verbs.add_parser("summary")
     for verb in (out, back, table):
-        verb.add_argument("--fresh", action="store_true", help="the shapes that the model is judged on")
+        verb.add_argument(
+            "--set", choices=tuple(SETS), default="fit", help="shapes to fit to, or to judge the model on"
+        )
     options = parser.parse_args()
     if options.verb == "export":
         part, _, parts = options.part.partition("/")
-        write_bundle(options.directory, int(part), int(parts), load_gpu(options.gpu), options.fresh)
+        write_bundle(options.directory, int(part), int(parts), load_gpu(options.gpu), options.set)
         return
-    data = FRESH_DATA if options.fresh else DATA
+    data = SETS[options.set]
     if options.verb == "import":
         print(f"{len(take(options.directory, data))} trials added to {data}")
     else:

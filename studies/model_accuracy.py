@@ -1,10 +1,12 @@
 """How good the model's predictions are on shapes it was not fitted to, beside two baselines.
 
-Run `python studies/model_accuracy.py`: reads the shapes of `studies/data/campaign_fresh.jsonl`, which nothing
+Run `python studies/model_accuracy.py`: reads the shapes of `studies/data/campaign_judged.jsonl`, which nothing
 was fitted to, prints accuracy by problem and over all of them, the same for a roofline and for a roofline
-times one constant a kernel class (fitted to `campaign.jsonl`, as the model), then the published B200 figures
-and upstream's softmax experiments against the model, and draws `figures/model_accuracy.png`. Without fresh
-shapes it judges every other shape of the campaign, which is only fair after `model_fit.py --half`.
+times one constant a kernel class (fitted to `campaign.jsonl`, as the model), then profiled kernels, the
+published B200 figures and upstream's softmax experiments against the model, and draws
+`figures/model_accuracy.png`. Configs of a problem were measured in turns, at the clock that they share, and are
+predicted so. Without these shapes it judges every other shape of the campaign, which is only fair after
+`model_fit.py --half`.
 """
 
 import argparse
@@ -18,22 +20,28 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from campaign import DATA, held_out
+from campaign import DATA, JUDGED_DATA, held_out, pause_us
+from kernel_profile import CYCLES_DATA
 
 from fa4tune.errors import InfeasibleError
 from fa4tune.hardware.gpu import Gpu, load_gpu
 from fa4tune.kernels.config import KERNEL_VERSIONS, SM90ForwardConfig, default_config
 from fa4tune.kernels.plan import Unit
 from fa4tune.kernels.program import build_plan
-from fa4tune.model.accuracy import GOOD, SHORTLIST, Accuracy, Sample, accuracy, samples
-from fa4tune.model.fit import predictions
+from fa4tune.model.accuracy import (
+    GOOD,
+    SHORTLIST,
+    Accuracy,
+    Sample,
+    accuracy,
+    profiled,
+    samples,
+    times_in_turns,
+)
 from fa4tune.model.predict import predict
 from fa4tune.model.roofline import roofline
 from fa4tune.problem import AttentionProblem
 from fa4tune.record import read_trials
-
-FRESH = DATA.with_name("campaign_fresh.jsonl")
-"""Shapes that no fit has seen."""
 
 FIGURE = Path(__file__).parent / "figures" / "model_accuracy.png"
 PROFILED = tuple(Path(__file__).parent / "data" / name for name in ("ncu_h200_s4096.jsonl", "ncu_h200.jsonl"))
@@ -98,7 +106,7 @@ def show(label: str, result: Accuracy) -> None:
     )
 
 
-def split(gpu: Gpu, fresh: Path) -> tuple[list[Sample], list[Sample], str]:
+def split(gpu: Gpu, judged_data: Path) -> tuple[list[Sample], list[Sample], str]:
     """(samples to judge on, the others, what the first are): fresh shapes, or every other of the campaign."""
     found = samples(read_trials(DATA), gpu)
     if fresh.is_file():
@@ -110,7 +118,7 @@ def split(gpu: Gpu, fresh: Path) -> tuple[list[Sample], list[Sample], str]:
     return judged, others, f"No {fresh.name}: every other shape of the campaign (held out after --half only)"
 
 
-def campaign(fresh: Path) -> None:
+def campaign(judged_data: Path) -> None:
     """Accuracy on shapes that nothing was fitted to."""
     gpu = load_gpu("h200")
     judged, others, words = split(gpu, fresh)
@@ -314,8 +322,8 @@ def upstream_softmax() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fresh", type=Path, default=FRESH, help="trials to judge on")
-    fresh = parser.parse_args().fresh
+    parser.add_argument("--judged", type=Path, default=JUDGED_DATA, help="trials to judge on")
+    fresh = parser.parse_args().judged
     if DATA.is_file():
         campaign(fresh)
     else:

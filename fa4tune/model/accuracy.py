@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 from scipy.stats import spearmanr
 
-from fa4tune.errors import ConfigError, InfeasibleError
+from fa4tune.errors import ConfigError, HardwareError, InfeasibleError
 from fa4tune.hardware.gpu import Gpu
 from fa4tune.kernels.config import CONFIGS, KERNEL_VERSIONS, KernelConfig
 from fa4tune.kernels.plan import KernelPlan
 from fa4tune.kernels.program import build_plan
+from fa4tune.model.power import clock_in_turns
+from fa4tune.model.predict import predict
 from fa4tune.outcome import Outcome
 from fa4tune.problem import AttentionProblem
 from fa4tune.record import Trial
@@ -55,6 +59,56 @@ def samples(trials: Iterable[Trial], gpu: Gpu) -> list[Sample]:
             known[key] = _resolve(trial.problem, trial.config, gpu)
         times.setdefault(key, []).append(float(trial.median_us or 0.0))
     return [Sample(*found, median(times[key])) for key, found in known.items() if found is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """A kernel whose cycles a profiler read: those of the SM that was busy longest."""
+
+    problem: AttentionProblem
+    config: KernelConfig
+    plan: KernelPlan
+    cycles: float
+
+
+def profiled(path: Path, gpu: Gpu) -> list[Profiled]:
+    """Kernels of a file that ``studies/kernel_profile.py`` writes.
+
+    Raises:
+        HardwareError: readings of another version of the kernel, whose cycles say nothing of this one's.
+    """
+    first, *rest = [json.loads(line) for line in path.read_text().splitlines()]
+    version = first["provenance"]["kernel_version"]
+    current = KERNEL_VERSIONS[CONFIGS[gpu.arch].family]
+    if version != current:
+        raise HardwareError(f"{path} has cycles of kernel version {version}, not {current}; profile again")
+    found = []
+    for row in rest:
+        known = _resolve(row["problem"], row["config"], gpu)
+        if known is not None:
+            found.append(Profiled(*known, row["cycles_active_max"]))
+    return found
+
+
+def times_in_turns(found: Sequence[Sample], gpu: Gpu, pause_us: float) -> list[float]:
+    """Predicted microseconds of each sample, as the configs of a problem are measured: in turns, at one clock.
+
+    Args:
+        found: samples; those of a problem were measured together.
+        gpu: the hardware.
+        pause_us: between kernels.
+    """
+    said = [predict(sample.plan, gpu) for sample in found]
+    together: dict[str, list[int]] = {}
+    for index, sample in enumerate(found):
+        together.setdefault(str(sample.problem), []).append(index)
+    times = [0.0] * len(found)
+    for members in together.values():
+        cycles = [said[i].cycles for i in members]
+        clock = clock_in_turns(gpu, cycles, [said[i].watts for i in members], pause_us)
+        for i, taken in zip(members, cycles, strict=True):
+            times[i] = taken / clock + gpu.launch_us
+    return times
 
 
 def _resolve(

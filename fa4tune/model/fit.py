@@ -21,7 +21,7 @@ from scipy.optimize import least_squares
 
 from fa4tune.errors import SearchError
 from fa4tune.hardware.gpu import Gpu
-from fa4tune.model.accuracy import GOOD, Accuracy, Sample, accuracy
+from fa4tune.model.accuracy import GOOD, Accuracy, Profiled, Sample, accuracy, times_in_turns
 from fa4tune.model.predict import predict
 
 
@@ -36,27 +36,29 @@ class Constant:
 
 
 CONSTANTS = (
-    Constant("contention", 0.2, 1.5, "0: roles never meet, 1: they meet at random; above, they tend to meet"),
-    Constant("section_contention", 0.2, 1.5, "the same for sections of arithmetic"),
     Constant(
-        "mma_start_clk", 0.0, 80.0, "from products that follow without a gap to a lone one's whole latency"
+        "section_contention",
+        0.2,
+        1.5,
+        "0: sections of different roles never hold each other up, 1: as if they met at random and shared evenly",
     ),
-    Constant("l2_bytes_per_clk", 36.0, 87.0, "all SMs load different tiles, or all the same: measured"),
-    Constant("smem_fence_clk", 30.0, 400.0, "from a store's latency alone to several under load"),
     Constant(
-        "arithmetic_latency_clk",
-        5.0,
-        200.0,
-        "from one pipeline drain to reductions over lanes and barriers polled",
+        "mma_start_clk", 0.0, 65.5, "from products that follow without a gap to a lone one's whole latency"
     ),
+    Constant(
+        "arithmetic_latency_clk", 0.0, 75.0, "up to half of what a lone section has beside its instructions"
+    ),
+    Constant("copy_latency_clk", 347.0, 1100.0, "from one copy in flight on each SM to a full memory system"),
     Constant("tile_overhead_clk", 0.0, 3000.0, "from nothing to a cold restart of the pipeline"),
     Constant(
         "cta_start_clk", 0.0, 6000.0, "from nothing to three microseconds of block scheduling and draining"
     ),
-    Constant("launch_us", 2.0, 5.0, "3.4 between two events around an empty kernel, and cold caches"),
+    Constant("launch_us", 2.0, 6.0, "3.4 between two events around an empty kernel, and cold caches"),
+    Constant("active_watts", 300.0, 800.0, "from a softmax without matrix work to a sweep through HBM"),
+    Constant("tensor_watts", 500.0, 1300.0, "around the 1,150 of matmuls alone on random values"),
 )
-"""All that is ever fitted. What one warp takes for instructions and exponentials is measured and stays out:
-the campaign's configs hardly tell the two apart."""
+"""All that is ever fitted. What one warp takes for instructions and exponentials, and what tensor cores at work
+leave it of them, is measured and stays out."""
 
 PULL = 0.5
 """Weight of the prior: moving a constant over its whole range costs as much as a 5% error on 100 samples."""
@@ -67,7 +69,8 @@ class Fit:
     """Fitted constants and how well they do.
 
     ``held_out`` is over problems that the constants used for them were not fitted to (``folds`` refits);
-    ``before`` is the starting hardware file on the same samples, ``after`` the final constants.
+    ``before`` is the starting hardware file on the same samples, ``after`` the final constants;
+    ``cycles_error`` the mean error on profiled kernels with these.
     """
 
     gpu: Gpu
@@ -79,11 +82,8 @@ class Fit:
     before: Accuracy
     held_out: Accuracy
     after: Accuracy
-
-
-def predictions(found: Sequence[Sample], gpu: Gpu) -> list[float]:
-    """Predicted microseconds of each sample on ``gpu``."""
-    return [predict(sample.plan, gpu).microseconds for sample in found]
+    kernels: int
+    cycles_error: float
 
 
 def with_constants(gpu: Gpu, values: Iterable[float], constants: Sequence[Constant] = CONSTANTS) -> Gpu:
@@ -94,25 +94,27 @@ def with_constants(gpu: Gpu, values: Iterable[float], constants: Sequence[Consta
 
 def fit(
     found: Sequence[Sample],
+    kernels: Sequence[Profiled],
     gpu: Gpu,
+    pause_us: float,
     *,
     constants: Sequence[Constant] = CONSTANTS,
     folds: int = 4,
-    limit: int = 400,
     seed: int = 0,
 ) -> Fit:
-    """Fit ``constants`` of ``gpu`` to ``found``.
+    """Fit ``constants`` of ``gpu`` to measured times and to profiled cycles.
 
     Minimises a robust sum of squared log errors (soft L1 beyond 5%), good configs counting double, plus a
     weak pull towards the starting values.
 
     Args:
-        found: measured configs, of several problems.
+        found: measured configs, of several problems; those of a problem were measured in turns.
+        kernels: profiled kernels, which say what cycles are when clocks are not known; may be empty.
         gpu: where the fit starts.
+        pause_us: between kernels that are measured in turns.
         constants: what to fit.
         folds: groups of problems that are held out in turn.
-        limit: samples used in a fit, spread over the problems; all of them are used to judge it.
-        seed: of the choice of samples and folds.
+        seed: of the choice of folds.
 
     Raises:
         SearchError: fewer problems than folds, so that nothing can be held out.
@@ -126,19 +128,20 @@ def fit(
     shuffled = names[:]
     rng.shuffle(shuffled)
     fold_of = {name: index % folds for index, name in enumerate(shuffled)}
-    start = predictions(found, gpu)
+    start = times_in_turns(found, gpu, pause_us)
     held: list[float] = [0.0] * len(found)
     solutions = []
     for fold in range(folds):
+        inside = [i for i, s in enumerate(found) if fold_of[str(s.problem)] == fold]
         training = [s for s in found if fold_of[str(s.problem)] != fold]
-        values = _solve(_spread_over(training, limit, rng), gpu, constants)
+        values = _solve(training, kernels, gpu, pause_us, constants)
         solutions.append(values)
-        other = with_constants(gpu, values, constants)
-        for index, sample in enumerate(found):
-            if fold_of[str(sample.problem)] == fold:
-                held[index] = predict(sample.plan, other).microseconds
-    final = _solve(_spread_over(found, limit, rng), gpu, constants)
+        said = times_in_turns([found[i] for i in inside], with_constants(gpu, values, constants), pause_us)
+        for index, time in zip(inside, said, strict=True):
+            held[index] = time
+    final = _solve(found, kernels, gpu, pause_us, constants)
     fitted = with_constants(gpu, final, constants)
+    errors = [abs(predict(k.plan, fitted).cycles / k.cycles - 1.0) for k in kernels]
     groups = [str(sample.problem) for sample in found]
     measured = [sample.measured_us for sample in found]
     spread = np.std(np.array(solutions), axis=0)
@@ -151,33 +154,42 @@ def fit(
         folds=folds,
         before=accuracy(groups, measured, start),
         held_out=accuracy(groups, measured, held),
-        after=accuracy(groups, measured, predictions(found, fitted)),
+        after=accuracy(groups, measured, times_in_turns(found, fitted, pause_us)),
+        kernels=len(kernels),
+        cycles_error=float(np.mean(errors)) if errors else 0.0,
     )
 
 
-def _spread_over(found: Sequence[Sample], limit: int, rng: Random) -> list[Sample]:
-    """At most ``limit`` samples, as many of each problem as possible."""
-    groups: dict[str, list[Sample]] = {}
-    for sample in found:
-        groups.setdefault(str(sample.problem), []).append(sample)
-    each = max(1, limit // len(groups))
-    return [s for group in groups.values() for s in rng.sample(group, min(each, len(group)))]
+def _good_twice(groups: Sequence[str], took: Sequence[float]) -> NDArray[np.float64]:
+    """Weights: 2 for what is within :data:`GOOD` of its group's best, else 1."""
+    best: dict[str, float] = {}
+    for group, value in zip(groups, took, strict=True):
+        best[group] = min(best.get(group, value), value)
+    return np.array([2.0 if v <= GOOD * best[g] else 1.0 for g, v in zip(groups, took, strict=True)])
 
 
-def _solve(found: Sequence[Sample], gpu: Gpu, constants: Sequence[Constant]) -> NDArray[np.float64]:
+def _solve(
+    found: Sequence[Sample],
+    kernels: Sequence[Profiled],
+    gpu: Gpu,
+    pause_us: float,
+    constants: Sequence[Constant],
+) -> NDArray[np.float64]:
     low, high = np.array([c.low for c in constants]), np.array([c.high for c in constants])
     prior = np.clip([getattr(gpu, c.name) for c in constants], low, high)
-    measured = np.array([s.measured_us for s in found])
-    best: dict[str, float] = {}
-    for sample in found:
-        key = str(sample.problem)
-        best[key] = min(best.get(key, sample.measured_us), sample.measured_us)
-    weight = np.array([1.4 if s.measured_us <= GOOD * best[str(s.problem)] else 1.0 for s in found])
+    measured = [s.measured_us for s in found]
+    read = [k.cycles for k in kernels]
+    weight = _good_twice([str(s.problem) for s in found], measured)
+    weight_read = _good_twice([str(k.problem) for k in kernels], read)
 
     def residuals(unit: NDArray[np.float64]) -> NDArray[np.float64]:
-        said = np.array(predictions(found, with_constants(gpu, low + unit * (high - low), constants)))
+        trial = with_constants(gpu, low + unit * (high - low), constants)
+        said = np.array(times_in_turns(found, trial, pause_us))
+        counted = np.array([predict(k.plan, trial).cycles for k in kernels])
         pull = PULL * (unit - (prior - low) / (high - low))
-        return np.concatenate([weight * np.log(said / measured), pull])
+        return np.concatenate(
+            [weight * np.log(said / measured), weight_read * np.log(counted / np.array(read)), pull]
+        )
 
     answer = least_squares(
         residuals,
@@ -200,7 +212,8 @@ def overlay(result: Fit, base: str, data: str) -> str:
         data: where the records are, for the sources.
     """
     lines = [
-        f"# Fitted to {result.samples} measured configs of {result.problems} problems ({data}).",
+        f"# Fitted to {result.samples} measured configs of {result.problems} problems and the cycles of "
+        f"{result.kernels} kernels ({data}).",
         f"# Held-out problems, {result.folds} folds: MAPE {result.held_out.mape:.1%}, good configs "
         f"{result.held_out.good_mape:.1%}; before the fit {result.before.mape:.1%}.",
         f"base = {json.dumps(base)}",
@@ -210,7 +223,8 @@ def overlay(result: Fit, base: str, data: str) -> str:
             continue
         value, moved = result.constants[constant.name], result.spread[constant.name]
         source = (
-            f"fitted to {result.samples} measured configs of {result.problems} problems ({data}) within "
+            f"fitted to {result.samples} measured configs of {result.problems} problems and the cycles of "
+            f"{result.kernels} kernels ({data}) within "
             f"{constant.low:g} to {constant.high:g}; standard deviation over {result.folds} folds {moved:.2g}"
         )
         lines += ["", f"[{constant.name}]", f"value = {value:.4g}", f"source = {json.dumps(source)}"]

@@ -53,7 +53,7 @@ ISSUES, EXECUTES, RUNS = range(3)
 """What a node is: an asynchronous operation's issue, its execution, or an operation of the role itself."""
 
 
-GAMMA = [0.0,1.0]
+GAMMA = [0.8, 1.0]
 
 
 class Step(NamedTuple):
