@@ -15,14 +15,17 @@ from fa4tune.model.timing import UNITS, rates_of
 
 
 def plain_gpu(**changes: float) -> Gpu:
-    """An H200 without latencies, so that periods can be added up by hand."""
-    zero = dict.fromkeys(
-        ("mma_latency_clk", "barrier_latency_clk", "arithmetic_latency_clk", "copy_latency_clk"), 0.0
+    """An H200 without latencies or slower arithmetic beside products, so that periods can be added up by hand."""
+    none = (
+        *("mma_latency_clk", "mma_start_clk", "barrier_latency_clk", "turn_latency_clk", "copy_latency_clk"),
+        *("arithmetic_latency_clk", "smem_conflict"),
     )
-    zero["mma_start_clk"] = 0.0
-    base = {"warp_issue_per_clk": 1.0, "exp_overlap": 1.0, "contention": 1.0, "section_contention": 1.0}
-    base["smem_conflict"] = 0.0
-    return dataclasses.replace(load_gpu("h200"), **{**zero, **base, **changes})
+    whole = (
+        *("warp_issue_per_clk", "exp_overlap", "contention", "section_contention"),
+        *("exp_beside_mma", "alu_beside_mma", "fma_beside_mma"),
+    )
+    numbers = {**dict.fromkeys(none, 0.0), **dict.fromkeys(whole, 1.0), **changes}
+    return dataclasses.replace(load_gpu("h200"), **numbers)
 
 
 def exponentials(name: str, role: str, cycles: int) -> Operation:
@@ -137,7 +140,7 @@ def test_ring_of_stages_limits_by_latency() -> None:
 
 
 def ringed(groups: int, stages: int) -> Loop:
-    """:func:`chain` with operands that a ring of ``stages`` brings, without latency."""
+    """:func:`chain` with operands that a ring of ``stages`` brings."""
     plain = chain(groups, 300, 700)
     load = Operation("load", "load", Unit.L2, Work(), asynchronous=True)
     dependencies = [*plain.dependencies]
@@ -146,12 +149,18 @@ def ringed(groups: int, stages: int) -> Loop:
     return Loop((load, *plain.body), tuple(dependencies), (Order("load", ("load",)), *plain.orders))
 
 
-def test_a_ring_of_one_stage_keeps_its_readers_in_step() -> None:
-    # both wait for the same load, so each product and each section meets the other's: 2 (300 + 700)
-    gpu = plain_gpu()
-    assert solved(ringed(2, 1), gpu).period == pytest.approx(2000, rel=2e-3)
-    assert solved(ringed(2, 2), gpu).period < 1900
-    assert solved(ringed(1, 1), gpu).period == pytest.approx(1000)
+def test_a_ring_of_one_stage_that_binds_keeps_its_readers_in_step() -> None:
+    # both wait for the same load, so each product meets the other's: 1500 + 2 * 300
+    gpu = plain_gpu(copy_latency_clk=1500.0)
+    assert solved(ringed(2, 1), gpu).period == pytest.approx(2100)
+    assert solved(ringed(1, 1), gpu).period == pytest.approx(1800)
+
+
+def test_a_ring_that_does_not_bind_leaves_its_readers_at_random() -> None:
+    for gpu in (plain_gpu(), plain_gpu(copy_latency_clk=200.0)):
+        assert solved(ringed(2, 1), gpu).period == pytest.approx(solved(ringed(2, 9), gpu).period, rel=1e-3)
+    # 1500 + 300 (1 + busy of the other), not in step, where two stages bring every other load ahead
+    assert solved(ringed(2, 2), plain_gpu(copy_latency_clk=1500.0)).period < 1700
 
 
 def test_another_cta_breaks_the_step() -> None:

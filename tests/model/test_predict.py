@@ -14,7 +14,7 @@ from fa4tune.kernels.config import default_config
 from fa4tune.kernels.plan import KernelPlan, Unit
 from fa4tune.kernels.program import build_plan
 from fa4tune.kernels.sm90.forward_plan import cta_trips, warpgroup_trips
-from fa4tune.model.predict import clock_mhz, load_of, predict, slack, steady
+from fa4tune.model.predict import load_of, predict, slack, steady
 from fa4tune.model.replay import replay
 from fa4tune.model.roofline import roofline
 from fa4tune.problem import AttentionProblem
@@ -129,22 +129,6 @@ def test_a_faster_unit_never_slows_the_kernel_at_a_fixed_clock(rate: str) -> Non
     for plan in random_plans(PROBLEMS[1], cool, 6, seed=11):
         before, after = predict(plan, cool), predict(plan, cool.scaled(**{rate: 2.0}))
         assert after.microseconds <= before.microseconds * 1.002
-
-
-def test_clock_keeps_power_at_the_limit() -> None:
-    gpu = load_gpu("h200")
-    assert clock_mhz(gpu, 0.5, 0.0) == gpu.max_clock_mhz
-    for tensor in (0.4, 0.8, 1.0):
-        clock = clock_mhz(gpu, 1.0, tensor)
-        watts = (gpu.active_watts + tensor * gpu.tensor_watts) * (clock / gpu.max_clock_mhz) ** 3
-        assert watts == pytest.approx(gpu.power_watts)
-    assert clock_mhz(gpu, 1.0, 0.6) > clock_mhz(gpu, 1.0, 0.8)
-
-
-@pytest.mark.parametrize(("tensor", "measured"), [(0.608, 1782), (0.814, 1701), (0.894, 1642)])
-def test_clock_reproduces_the_measured_sag(tensor: float, measured: float) -> None:
-    # profiler readings of the forward on an H200: tensor activity and SM clock in MHz
-    assert clock_mhz(load_gpu("h200"), 1.0, tensor) == pytest.approx(measured, rel=0.05)
 
 
 def test_causal_costs_about_half_of_full() -> None:
