@@ -15,9 +15,9 @@ from math import inf, isfinite
 import numpy as np
 
 from fa4tune.hardware.gpu import Gpu
-from fa4tune.kernels.plan import KernelPlan, Loop, Operation, Unit
+from fa4tune.kernels.plan import KernelPlan, Operation, Unit
 from fa4tune.kernels.tiles import HeadTrips, tile_trips
-from fa4tune.model.pipeline import Timed, alone, queued, rescale_rate, skeleton, solve
+from fa4tune.model.pipeline import Timed, alone, rescale_rate, settle, solve
 from fa4tune.model.power import clock_mhz, full_watts
 from fa4tune.model.roofline import head_trips
 from fa4tune.model.run import Run
@@ -140,18 +140,6 @@ def _durations(
     )
 
 
-def _solved(
-    loop: Loop, durations: Sequence[Duration], weights: Sequence[float], rates: Rates, copies: int
-) -> Timed:
-    """The steady state that roles fall into: at random phase or, where that is quicker, one after the other."""
-    random = solve(skeleton(loop), durations, weights, rates, copies)
-    ordered = queued(loop) if copies == 1 else None
-    if ordered is None:
-        return random
-    in_order = solve(skeleton(ordered), durations, weights, rates, copies)
-    return in_order if in_order.period < random.period else random
-
-
 def steady(
     plan: KernelPlan, gpu: Gpu, trips: int, miss: float = 0.0, masks: bool = False, hbm: float = 0.0
 ) -> Steady:
@@ -183,7 +171,7 @@ def steady(
     durations = _durations(plan, rates, body, miss, busy)
     rate = rescale_rate(threshold, depth)
     plain_weights = [0.0 if o.when == "masked" else rate if o.when == "rescaled" else 1.0 for o in body]
-    plain = _solved(plan.loop, durations, plain_weights, rates, copies)
+    plain = settle(plan.loop, durations, plain_weights, rates, copies)
     masked, absent = None, 0.0
     if masks:
         masked_weights = [1.0 if o.when == "masked" else w for o, w in zip(body, plain_weights, strict=True)]

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fa4tune.kernels.plan import KernelPlan, Operation
-from fa4tune.model.pipeline import EXECUTES, ISSUES, Timed
+from fa4tune.model.pipeline import Timed
+from fa4tune.model.skeleton import EXECUTES, ISSUES
 from fa4tune.model.timing import Duration, Rates, from_hbm
 
 Recorder = Callable[[str, str, int, int, float, float], None]

@@ -10,7 +10,8 @@ import pytest
 from fa4tune.errors import PlanError
 from fa4tune.hardware.gpu import Gpu, load_gpu
 from fa4tune.kernels.plan import Dependency, Loop, Mma, Operation, Order, Unit, Work
-from fa4tune.model.pipeline import Timed, alone, rescale_rate, skeleton, solve
+from fa4tune.model.pipeline import Timed, alone, rescale_rate, solve
+from fa4tune.model.skeleton import skeleton
 from fa4tune.model.timing import UNITS, rates_of
 
 
