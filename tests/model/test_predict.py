@@ -14,9 +14,10 @@ from fa4tune.kernels.config import default_config
 from fa4tune.kernels.plan import KernelPlan, Unit
 from fa4tune.kernels.program import build_plan
 from fa4tune.kernels.sm90.forward_plan import cta_trips, warpgroup_trips
-from fa4tune.model.predict import load_of, predict, slack, steady
+from fa4tune.model.predict import load_of, predict, slack
 from fa4tune.model.replay import replay
 from fa4tune.model.roofline import roofline
+from fa4tune.model.steady import steady
 from fa4tune.problem import AttentionProblem
 
 PROBLEMS = (
