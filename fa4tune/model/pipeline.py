@@ -23,7 +23,7 @@ from math import exp, inf, log
 from fa4tune.kernels.plan import Loop
 from fa4tune.model.event_graph import exceeds, maximum_cycle_ratio, slacks
 from fa4tune.model.product_queue import queued
-from fa4tune.model.sharing import STATIONS, Factors, Sharing
+from fa4tune.model.sharing import Demand, Factors, Sharing
 from fa4tune.model.skeleton import Skeleton, skeleton
 from fa4tune.model.timing import Duration, Rates
 
@@ -102,14 +102,16 @@ def settle(
 
     Arguments as of :func:`solve`.
     """
+    shape = skeleton(loop)
+    demand = Demand(shape, durations, weights, rates.gpu, copies)
+    random = Sharing(shape, demand)
     ordered = queued(loop) if copies == 1 else None
     if ordered is None:
-        return solve(skeleton(loop), durations, weights, rates, copies)
-    in_order = solve(skeleton(ordered), durations, weights, rates)
-    random = Sharing(skeleton(loop), durations, weights, rates.gpu)
-    if not random.shape.in_step and _takes_longer(random, in_order.period):
+        return _solved(random)
+    in_order = _solved(Sharing(skeleton(ordered), demand))
+    if not shape.in_step and _takes_longer(random, in_order.period):
         return in_order
-    at_random = _solved(random, None)
+    at_random = _solved(random)
     return in_order if in_order.period < at_random.period else at_random
 
 
@@ -131,38 +133,33 @@ def solve(
         copies: CTAs that run the same loop on one SM, out of step with each other.
         start: an answer on the same graph, to start from; any start gives the same period.
     """
-    return _solved(Sharing(shape, durations, weights, rates.gpu, copies), start)
+    return _solved(Sharing(shape, Demand(shape, durations, weights, rates.gpu, copies)), start)
 
 
-def _solved(sharing: Sharing, start: Timed | None) -> Timed:
-    shape = sharing.shape
+def _solved(sharing: Sharing, start: Timed | None = None) -> Timed:
+    shape, demand = sharing.shape, sharing.demand
     if start is None:
-        plain = sharing.values(sharing.least, sharing.met(sharing.least), _alone(sharing))
-        first = maximum_cycle_ratio(shape.core, shape.core_weights(plain), -1.0)
+        values = sharing.values(demand.least, sharing.met(demand.least), sharing.unshared())
+        first = maximum_cycle_ratio(shape.core, shape.core_weights(values), -1.0)
         found = _longest(sharing, first.cycle, first.potentials)
     else:
         found = _longest(sharing, start.core_cycle, start.potentials)
     # another CTA on the SM disturbs the step
-    if shape.in_step and sharing.copies == 1 and any(_waits_for_copy(sharing, arc) for arc in found.cycle):
+    if shape.in_step and demand.copies == 1 and any(_waits_for_copy(found, arc) for arc in found.cycle):
         sharing.in_step = True
         found = _longest(sharing, found.core_cycle, found.potentials)
     return found
 
 
-def _alone(sharing: Sharing) -> Factors:
-    """Factors of roles that meet nobody."""
-    return [[1.0] * STATIONS for _ in sharing.shape.groups]
-
-
 def _longest(sharing: Sharing, cycle: tuple[int, ...], potentials: Sequence[float]) -> Timed:
     """The steady state, from any cycle of the contracted graph."""
-    shape = sharing.shape
-    for _ in range(1000):
-        along = sharing.along(shape.along(cycle))
-        period = sharing.period_of(along)
+    shape, demand = sharing.shape, sharing.demand
+    period = demand.least
+    while True:
+        period = sharing.period_of(sharing.along(shape.along(cycle)), period)
         met = sharing.met(period)
         stretch = sharing.factors(period, met)
-        assert stretch is not None
+        assert stretch is not None, "a fixed point has factors"
         values = sharing.values(period, met, stretch)
         weights = shape.core_weights(values)
         distance = sum([shape.core.distances[arc] for arc in cycle])
@@ -174,36 +171,35 @@ def _longest(sharing: Sharing, cycle: tuple[int, ...], potentials: Sequence[floa
         if ratio <= period * (1.0 + CONVERGED):
             break
     return Timed(
-        shape,
-        tuple(sharing.durations),
-        values,
-        max(ratio, period),
-        ratio,
-        tuple(shape.along(cycle)),
-        sharing.totals,
-        stretch,
-        sharing.blocked(period),
-        sharing.tensor_total(period),
-        cycle,
-        answer.potentials,
+        skeleton=shape,
+        durations=demand.durations,
+        values=values,
+        period=max(ratio, period),
+        ratio=ratio,
+        cycle=tuple(shape.along(cycle)),
+        totals=demand.totals,
+        stretch=stretch,
+        blocked=sharing.blocked(period),
+        tensor_total=sharing.tensor_total(period),
+        core_cycle=cycle,
+        potentials=potentials,
     )
 
 
 def _takes_longer(sharing: Sharing, period: float) -> bool:
     """Whether the loop's own period is longer than ``period``."""
-    if sharing.least > period:
-        return True
     met = sharing.met(period)
     stretch = sharing.factors(period, met)
     if stretch is None:
         return True
-    weights = sharing.shape.core_weights(sharing.values(period, met, stretch))
-    return exceeds(sharing.shape.core, weights, period)
+    return exceeds(
+        sharing.shape.core, sharing.shape.core_weights(sharing.values(period, met, stretch)), period
+    )
 
 
-def _waits_for_copy(sharing: Sharing, arc: int) -> bool:
+def _waits_for_copy(timed: Timed, arc: int) -> bool:
     """Whether an arc stands for a bulk copy."""
-    duration = sharing.durations[sharing.shape.values[arc] % len(sharing.durations)]
+    duration = timed.durations[timed.skeleton.values[arc] % len(timed.durations)]
     return duration.asynchronous and not duration.tensor
 
 
@@ -216,8 +212,8 @@ def alone(timed: Timed, rates: Rates, weights: Sequence[float]) -> float:
         0.0 if group in sharing and group != first else weight
         for group, weight in zip(shape.group_of, weights, strict=True)
     ]
-    lone = Sharing(shape, durations, present, rates.gpu)
-    # nobody disturbs it: an infinite period has neither meetings nor traffic
-    values = lone.values(inf, [0.0] * len(shape.groups), _alone(lone))
+    lone = Sharing(shape, Demand(shape, durations, present, rates.gpu))
+    # an infinite period has neither meetings nor traffic
+    values = lone.values(inf, lone.met(inf), lone.unshared())
     least = max(timed.totals) / len(sharing)
     return maximum_cycle_ratio(shape.core, shape.core_weights(values), least, timed.potentials).ratio

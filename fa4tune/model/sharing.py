@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf, sqrt
+from operator import mul
 from typing import NamedTuple
 
 from fa4tune.hardware.gpu import Gpu
@@ -50,17 +51,17 @@ class Along(NamedTuple):
     threads to SMEM; ``turns`` is how many iterations the cycle spans.
     """
 
-    rows: list[tuple[int, float, float, float, float, float, float, float]]
+    rows: list[tuple[int, list[float]]]
     fixed: float
     accesses: float
     turns: int
 
 
-class Sharing:
-    """A loop whose operations take ``durations``, as often in an iteration as ``weights`` say.
+class Demand:
+    """What the roles of a loop ask of an SM in an iteration.
 
     Args:
-        shape: the loop's graph.
+        shape: the loop's graph, or one that differs in the order of products only.
         durations: of each operation, undisturbed.
         weights: how often each operation happens in an iteration, 0 to 1.
         gpu: the hardware.
@@ -68,8 +69,14 @@ class Sharing:
 
     Attributes:
         totals: cycles an iteration that each of :data:`fa4tune.model.timing.UNITS` takes, all CTAs.
-        least: the shortest period that the units' totals allow.
-        in_step: whether roles are at a station together rather than at random.
+        least: the shortest period that these totals allow.
+        operations: asynchronous or not, role, cycles of tensor cores or section, those of them that yield to
+            SMEM traffic or what products of other roles add, tensor memory, what nobody disturbs, latency.
+        issues: cycles that issuing takes, by operation.
+        sections, slower, tmem: cycles at these stations by role; ``slower`` is what other roles' products add.
+        held, yielding: cycles of the tensor cores, and those that yield to SMEM traffic, all CTAs.
+        elsewhere: the same of others, by role.
+        traffic: cycles for which SMEM serves others than the tensor cores, all CTAs.
     """
 
     def __init__(
@@ -80,110 +87,109 @@ class Sharing:
         gpu: Gpu,
         copies: int = 1,
     ) -> None:
-        self.shape, self.durations, self.weights, self.gpu = shape, durations, weights, gpu
-        self.copies = copies
-        self.in_step = False
+        self.durations, self.gpu, self.copies = tuple(durations), gpu, copies
         groups = len(shape.groups)
-        self._sections, self._hindered = own_products(shape, durations, weights)
-        totals = [0.0] * len(UNITS)
-        products = [0.0] * groups
+        sections, hindered = own_products(shape, durations, weights)
         operands = yielding = 0.0
-        work = [[0.0] * groups for _ in range(STATIONS)]
-        hindered = [0.0] * groups
-        for index, (duration, weight, group) in enumerate(
-            zip(durations, weights, shape.group_of, strict=True)
+        products = [0.0] * groups
+        self.sections, self.slower, self.tmem = [0.0] * groups, [0.0] * groups, [0.0] * groups
+        self.operations: list[tuple[bool, int, float, float, float, float, float]] = []
+        for duration, weight, group, section, slower in zip(
+            durations, weights, shape.group_of, sections, hindered, strict=True
         ):
-            if not weight:
-                continue
-            for unit, cycles in enumerate(duration.units):
-                if cycles:
-                    totals[unit] += cycles * weight
+            other, latency = duration.other * weight, duration.latency * weight
             if duration.asynchronous:
-                tensor = duration.tensor * weight
+                main, extra, tmem = duration.tensor * weight, duration.yielding * weight, 0.0
                 operands += duration.operands * weight
-                yielding += duration.yielding * weight
-                products[group] += tensor
-                work[TURNS if shape.turns[index] else TENSOR][group] += tensor
+                yielding += extra
+                products[group] += main
             else:
-                work[SECTION][group] += self._sections[index] * weight
-                work[TMEM][group] += duration.tmem * weight
-                hindered[group] += self._hindered[index] * weight
-        held = copies * sum(products)
-        self.totals = [copies * total for total in totals]
-        self._held, self._yielding = held, copies * yielding
-        self._work, self._longer = work, hindered
-        self._elsewhere = [held - own for own in products]
-        self._others = max(0.0, self.totals[_SMEM] - copies * operands)
+                main, extra, tmem = section * weight, slower * weight, duration.tmem * weight
+                self.sections[group] += main
+                self.slower[group] += extra
+                self.tmem[group] += tmem
+                if 0.0 < weight < 1.0:
+                    # to go through it or around takes a vote and a branch, which drain the pipeline
+                    latency += gpu.arithmetic_latency_clk
+            self.operations.append((duration.asynchronous, group, main, extra, tmem, other, latency))
+        self.issues = [duration.issue * weight for duration, weight in zip(durations, weights, strict=True)]
+        columns = zip(*[duration.units for duration in durations], strict=True)
+        self.totals = [copies * sum(map(mul, column, weights)) for column in columns]
+        self.held, self.yielding = copies * sum(products), copies * yielding
+        self.elsewhere = [self.held - own for own in products]
+        self.traffic = max(0.0, self.totals[_SMEM] - copies * operands)
         self.least = max(
             *self.totals,
-            # the period in which tensor cores work and wait for operands: held + yielding * others / period
-            0.5 * held + sqrt(0.25 * held * held + self._yielding * self._others),
-            *beside_products(self.totals, held, gpu),
+            # the period in which tensor cores work and wait for operands: held + yielding * traffic / period
+            0.5 * self.held + sqrt(0.25 * self.held * self.held + self.yielding * self.traffic),
+            *beside_products(self.totals, self.held, gpu),
         )
-        self._roles: list[list[tuple[int, float]]] = []
-        """Roles at each station with their work, where any meet."""
-        for station in (TENSOR, SECTION, TMEM):
-            there = [(group, cycles) for group, cycles in enumerate(work[station]) if cycles]
-            present = len(there)
-            if station == TENSOR:
-                present += sum(
-                    [1 for turn, free in zip(work[TURNS], work[TENSOR], strict=True) if turn and not free]
-                )
-            contention = gpu.section_contention if station == SECTION else gpu.contention
-            self._roles.append(there if contention and (copies > 1 or present > 1) else [])
-        self._by_turns = bool(gpu.contention) and any(work[TURNS])
-        self._operations = self._stretchable()
-        self._issues = [d.issue * w for d, w in zip(durations, weights, strict=True)]
 
-    def _stretchable(self) -> list[tuple[bool, int, int, float, float, float, float, float]]:
-        """By operation what :meth:`values` needs, weighted."""
-        vote = self.gpu.arithmetic_latency_clk
-        found = []
-        for index, (duration, weight, group) in enumerate(
-            zip(self.durations, self.weights, self.shape.group_of, strict=True)
-        ):
-            latency = duration.latency * weight
-            if duration.asynchronous:
-                station = TURNS if self.shape.turns[index] else TENSOR
-                row = (duration.tensor * weight, duration.yielding * weight, 0.0, duration.other * weight)
-                found.append((True, group, station, *row, latency))
-                continue
-            if 0.0 < weight < 1.0:
-                # to go through it or around takes a vote and a branch, which drain the pipeline
-                latency += vote
-            section, slower = self._sections[index] * weight, self._hindered[index] * weight
-            row = (section, slower, duration.tmem * weight, duration.other * weight)
-            found.append((False, group, SECTION, *row, latency))
-        return found
+
+class Sharing:
+    """Factors and cycles of a loop's operations at any period.
+
+    Args:
+        shape: the loop's graph.
+        demand: what its roles ask for.
+
+    Attributes:
+        in_step: whether roles are at a station together rather than at random.
+    """
+
+    def __init__(self, shape: Skeleton, demand: Demand) -> None:
+        self.shape, self.demand = shape, demand
+        self.in_step = False
+        gpu, copies = demand.gpu, demand.copies
+        free, turn = [0.0] * len(shape.groups), [0.0] * len(shape.groups)
+        for (asynchronous, group, main, *_), by_turns in zip(demand.operations, shape.turns, strict=True):
+            if asynchronous:
+                (turn if by_turns else free)[group] += main
+        self._products = list(zip(free, turn, strict=True))
+        """Cycles of the tensor cores by role, at random and by turns."""
+
+        def meeting(contention: float, work: Sequence[float], present: int) -> list[tuple[int, float]]:
+            """Roles that have ``work`` at a station, and how much, if they meet there."""
+            if not contention or (copies == 1 and present < 2):
+                return []
+            return [(group, cycles) for group, cycles in enumerate(work) if cycles]
+
+        using = sum([1 for own in self._products if any(own)])
+        self._tensor = meeting(gpu.contention, free, using)
+        self._by_turns = any(turn) and bool(self._tensor or (gpu.contention and copies > 1))
+        self._sections = meeting(gpu.section_contention, demand.sections, sum(map(bool, demand.sections)))
+        self._tmem = meeting(gpu.contention, demand.tmem, sum(map(bool, demand.tmem)))
 
     def blocked(self, period: float) -> float:
         """Part of the time that SMEM serves others than the tensor cores."""
-        return self._others / period
+        return self.demand.traffic / period
 
     def tensor_total(self, period: float) -> float:
         """Cycles an iteration that tensor cores work and wait for operands."""
-        return self._held + self._yielding * self._others / period
+        return self.demand.held + self.demand.yielding * self.blocked(period)
 
     def met(self, period: float) -> list[float]:
         """Part of the time that other roles' products run, by role."""
-        return [min(1.0, cycles / period) for cycles in self._elsewhere]
+        return [cycles / period if cycles < period else 1.0 for cycles in self.demand.elsewhere]
+
+    def unshared(self) -> Factors:
+        """Factors of roles that meet nobody."""
+        return [[1.0] * STATIONS for _ in self._products]
 
     def factors(self, period: float, met: Sequence[float]) -> Factors | None:
-        """How much longer work takes; None where the period is too short for what roles do one after the other."""
-        stretch = [[1.0] * STATIONS for _ in self._elsewhere]
-        tensor, sections, tmem = self._roles
-        contention, copies = self.gpu.contention, self.copies
-        if sections:
-            if any(met):
-                sections = [(group, cycles + self._longer[group] * met[group]) for group, cycles in sections]
-            if not self._meet(stretch, SECTION, sections, self.gpu.section_contention, period):
+        """How much longer work takes; None where a role's work at a station would not fit into the period."""
+        stretch = self.unshared()
+        gpu = self.demand.gpu
+        if self._sections:
+            longer = self.demand.slower
+            sections = [(group, cycles + longer[group] * met[group]) for group, cycles in self._sections]
+            if not self._meet(stretch, SECTION, sections, gpu.section_contention, period):
                 return None
-        if tmem and not self._meet(stretch, TMEM, tmem, contention, period):
+        if self._tmem and not self._meet(stretch, TMEM, self._tmem, gpu.contention, period):
             return None
         if self._by_turns:
-            if (tensor or copies > 1) and not self._meet_by_turns(stretch, contention, period):
-                return None
-        elif tensor and not self._meet(stretch, TENSOR, tensor, contention, period):
+            return stretch if self._meet_by_turns(stretch, gpu.contention, period) else None
+        if self._tensor and not self._meet(stretch, TENSOR, self._tensor, gpu.contention, period):
             return None
         return stretch
 
@@ -199,7 +205,7 @@ class Sharing:
                 stretch[group][station] = 1.0 + contention * met
             return True
         shares = sum([cycles / (period + contention * cycles) for _, cycles in roles])
-        room = 1.0 - contention * self.copies * shares
+        room = 1.0 - contention * self.demand.copies * shares
         if room <= 0.0:
             return False
         for group, cycles in roles:
@@ -216,10 +222,10 @@ class Sharing:
         over roles, and *k* copies, ``t = p (1 + c (k B - t - u))`` and ``u = q (1 + c (T - t + (k - 1) B))``,
         where ``p`` and ``q`` are undisturbed fractions: linear in ``B`` and ``T`` for each role, and so in all.
         """
-        c, copies = contention, self.copies
+        c, copies = contention, self.demand.copies
         parts = []
         t_one = t_all = t_free = b_one = b_all = b_free = 0.0
-        for free, turn in zip(self._work[TENSOR], self._work[TURNS], strict=True):
+        for free, turn in self._products:
             p, q = free / period, turn / period
             scale = 1.0 + c * p - c * c * p * q
             if scale <= 0.0:
@@ -243,7 +249,7 @@ class Sharing:
         outside_all = (t_one * (1.0 - b_all) + t_all * b_one) / room
         everyone = (b_one + b_free * outside_all) / (1.0 - b_all)
         for group, (one, every, outside) in enumerate(parts):
-            free, turn = self._work[TENSOR][group], self._work[TURNS][group]
+            free, turn = self._products[group]
             own = one + every * everyone + outside * outside_all
             met = 1.0 + c * (outside_all - own + (copies - 1) * everyone)
             busy = own + turn / period * met
@@ -257,12 +263,15 @@ class Sharing:
 
     def values(self, period: float, met: Sequence[float], stretch: Factors) -> list[float]:
         """Cycles of every operation that arcs pick from: full, remote, service, issue and turn."""
-        blocked, taken = self._others / period, 1.0 + min(1.0, self.totals[_SMEM] / period)
+        demand, gpu = self.demand, self.demand.gpu
+        blocked, taken = demand.traffic / period, 1.0 + min(1.0, demand.totals[_SMEM] / period)
         full, service = [], []
-        for asynchronous, group, station, main, extra, tmem, other, latency in self._operations:
+        for (asynchronous, group, main, extra, tmem, other, latency), by_turns in zip(
+            demand.operations, self.shape.turns, strict=True
+        ):
             factors = stretch[group]
             if asynchronous:
-                hold = (main + blocked * extra) * factors[station] + other
+                hold = (main + blocked * extra) * factors[TURNS if by_turns else TENSOR] + other
                 service.append(hold)
                 full.append(hold + latency)
             else:
@@ -270,26 +279,25 @@ class Sharing:
                 whole += latency
                 service.append(whole)
                 full.append(whole)
-        barrier, turn = self.gpu.barrier_latency_clk, self.gpu.turn_latency_clk
-        remote = [cycles + barrier for cycles in full]
-        return full + remote + service + self._issues + [cycles + turn for cycles in self._issues]
+        remote = [cycles + gpu.barrier_latency_clk for cycles in full]
+        return [*full, *remote, *service, *demand.issues, *[c + gpu.turn_latency_clk for c in demand.issues]]
 
     def along(self, cycle: Sequence[int]) -> Along:
         """What ``cycle``, arcs of the loop's graph, takes."""
-        gpu, count, values = self.gpu, len(self.durations), self.shape.values
+        demand, gpu, shape = self.demand, self.demand.gpu, self.shape
         sums: dict[int, list[float]] = {}
         fixed = accesses = 0.0
         for arc in cycle:
-            kind, operation = divmod(values[arc], count)
+            kind, operation = divmod(shape.values[arc], len(shape.turns))
             if kind in (ISSUE, TURN):
-                fixed += self._issues[operation] + (gpu.turn_latency_clk if kind == TURN else 0.0)
+                fixed += demand.issues[operation] + (gpu.turn_latency_clk if kind == TURN else 0.0)
                 continue
             if kind == REMOTE:
                 fixed += gpu.barrier_latency_clk
-            asynchronous, group, station, main, extra, tmem, other, latency = self._operations[operation]
+            asynchronous, group, main, extra, tmem, other, latency = demand.operations[operation]
             row = sums.setdefault(group, [0.0] * 7)
             if asynchronous:
-                at = 2 if station == TURNS else 0
+                at = 2 if shape.turns[operation] else 0
                 fixed += other + (0.0 if kind == SERVICE else latency)
             else:
                 at = 4
@@ -298,9 +306,8 @@ class Sharing:
                 fixed += latency
             row[at] += main
             row[at + 1] += extra
-        turns = sum([self.shape.arcs.distances[arc] for arc in cycle])
-        rows = [(group, *row) for group, row in sums.items()]
-        return Along(rows, fixed, accesses, turns)  # type: ignore[arg-type]
+        turns = sum([shape.arcs.distances[arc] for arc in cycle])
+        return Along(list(sums.items()), fixed, accesses, turns)
 
     def ratio(self, along: Along, period: float) -> float | None:
         """Cycles an iteration that a cycle takes at ``period``; None where :meth:`factors` has none."""
@@ -308,18 +315,19 @@ class Sharing:
         stretch = self.factors(period, met)
         if stretch is None:
             return None
-        blocked, taken = self._others / period, min(1.0, self.totals[_SMEM] / period)
+        demand = self.demand
+        blocked, taken = demand.traffic / period, min(1.0, demand.totals[_SMEM] / period)
         cycles = along.fixed + along.accesses * (1.0 + taken)
-        for group, tensor, fed, turn, turn_fed, section, slower, tmem in along.rows:
+        for group, (tensor, fed, turn, turn_fed, section, slower, tmem) in along.rows:
             factors = stretch[group]
             cycles += (tensor + blocked * fed) * factors[TENSOR]
             cycles += (turn + blocked * turn_fed) * factors[TURNS]
             cycles += (section + slower * met[group]) * factors[SECTION] + tmem * factors[TMEM]
         return cycles / along.turns
 
-    def period_of(self, along: Along) -> float:
-        """The period, at least :attr:`least`, at which a cycle takes no longer than the period itself."""
-        return fixed_point(lambda period: self.ratio(along, period), self.least)
+    def period_of(self, along: Along, least: float) -> float:
+        """The period, at least ``least``, at which a cycle takes no longer than the period itself."""
+        return fixed_point(lambda period: self.ratio(along, period), least)
 
 
 def own_products(
