@@ -27,7 +27,7 @@ from fa4tune.model.sharing import Demand, Factors, Sharing
 from fa4tune.model.skeleton import Skeleton, skeleton
 from fa4tune.model.timing import Duration, Rates
 
-CONVERGED = 1e-9
+CONVERGED = 1e-8
 """Part of a period by which a cycle must be longer to replace another one."""
 
 
@@ -139,24 +139,29 @@ def solve(
 def _solved(sharing: Sharing, start: Timed | None = None) -> Timed:
     shape, demand = sharing.shape, sharing.demand
     if start is None:
-        values = sharing.values(demand.least, sharing.met(demand.least), sharing.unshared())
-        first = maximum_cycle_ratio(shape.core, shape.core_weights(values), -1.0)
-        found = _longest(sharing, first.cycle, first.potentials)
+        period = sharing.roomy()
+        met = sharing.met(period)
+        stretch = sharing.factors(period, met)
+        assert stretch is not None, "a roomy period has factors"
+        first = maximum_cycle_ratio(
+            shape.core, shape.core_weights(sharing.values(period, met, stretch)), -1.0
+        )
+        found = _longest(sharing, first.cycle, first.potentials, 0.5 * (period + first.ratio))
     else:
-        found = _longest(sharing, start.core_cycle, start.potentials)
+        found = _longest(sharing, start.core_cycle, start.potentials, start.period)
     # another CTA on the SM disturbs the step
     if shape.in_step and demand.copies == 1 and any(_waits_for_copy(found, arc) for arc in found.cycle):
         sharing.in_step = True
-        found = _longest(sharing, found.core_cycle, found.potentials)
+        found = _longest(sharing, found.core_cycle, found.potentials, found.period)
     return found
 
 
-def _longest(sharing: Sharing, cycle: tuple[int, ...], potentials: Sequence[float]) -> Timed:
-    """The steady state, from any cycle of the contracted graph."""
+def _longest(sharing: Sharing, cycle: tuple[int, ...], potentials: Sequence[float], guess: float) -> Timed:
+    """The steady state, from any cycle of the contracted graph and a guess at the period."""
     shape, demand = sharing.shape, sharing.demand
     period = demand.least
     while True:
-        period = sharing.period_of(sharing.along(shape.along(cycle)), period)
+        period = sharing.period_of(sharing.along(shape.along(cycle)), period, guess)
         met = sharing.met(period)
         stretch = sharing.factors(period, met)
         assert stretch is not None, "a fixed point has factors"
@@ -170,6 +175,7 @@ def _longest(sharing: Sharing, cycle: tuple[int, ...], potentials: Sequence[floa
             cycle, ratio = answer.cycle, answer.ratio
         if ratio <= period * (1.0 + CONVERGED):
             break
+        guess = 0.5 * (period + ratio)
     return Timed(
         skeleton=shape,
         durations=demand.durations,

@@ -325,9 +325,29 @@ class Sharing:
             cycles += (section + slower * met[group]) * factors[SECTION] + tmem * factors[TMEM]
         return cycles / along.turns
 
-    def period_of(self, along: Along, least: float) -> float:
+    def roomy(self) -> float:
+        """A period with :meth:`factors`, somewhat longer than that of roles which are never anywhere else.
+
+        Of *n* equal roles and *k* copies, each takes ``w (1 + c (k n - 1))`` then.
+        """
+        copies, gpu = self.demand.copies, self.demand.gpu
+        period = self.demand.least
+        for roles, contention in (
+            (self._tensor, gpu.contention),
+            (self._tmem, gpu.contention),
+            (self._sections, gpu.section_contention),
+        ):
+            if roles:
+                most = max([cycles + self.demand.slower[group] for group, cycles in roles])
+                period = max(period, most * (1.0 + contention * (copies * len(roles) - 1)))
+        period *= 1.25
+        while self.factors(period, self.met(period)) is None:
+            period *= 1.25
+        return period
+
+    def period_of(self, along: Along, least: float, start: float) -> float:
         """The period, at least ``least``, at which a cycle takes no longer than the period itself."""
-        return fixed_point(lambda period: self.ratio(along, period), least)
+        return fixed_point(lambda period: self.ratio(along, period), least, start)
 
 
 def own_products(
@@ -356,44 +376,46 @@ def beside_products(totals: Sequence[float], held: float, gpu: Gpu) -> list[floa
     return [totals[unit] + held * (1.0 - beside) if totals[unit] else 0.0 for unit, beside in parts]
 
 
-def fixed_point(function: Callable[[float], float | None], least: float) -> float:
+def fixed_point(function: Callable[[float], float | None], least: float, start: float) -> float:
     """The smallest ``x`` of at least ``least`` with ``function(x) <= x``, to 1e-10 of it.
 
     ``function`` falls with ``x``; None stands for a value above any ``x``. About ``a + b / x`` between two
-    arguments, it is solved as such.
+    arguments, it is solved as such. ``start`` is the first guess.
     """
-    low, high, x = least, inf, least
+    low, high, x = least, inf, max(least, start)
+    tried = False
+    """Whether ``low`` is known to be too small."""
     known: list[tuple[float, float]] = []
     for _ in range(100):
         value = function(x)
-        if value is None:
-            low = x
-        elif abs(value - x) <= 1e-10 * x:
-            return max(least, value)
+        if value is None or value > x:
+            low, tried = x, True
+        elif x == least:
+            return least
         else:
-            if value > x:
-                low, high = x, min(high, value)
-            elif x == least:
-                return least
-            else:
-                high = x
+            high = x
+        if value is not None:
+            high = min(high, max(x, value))
             known = [*known[-1:], (x, value)]
+            if abs(value - x) <= 1e-7 * x and len(known) == 2:
+                # the next guess is far closer
+                return max(least, _solved(*known))
         if high - low <= 1e-10 * low:
             break
-        x = _between(known, low, high)
+        guess = _solved(*known) if len(known) == 2 else value if value is not None else 1.3 * low
+        if low < guess < high:
+            x = guess
+        elif guess <= low and not tried:
+            x = low
+        else:
+            x = 0.5 * (low + high) if high < inf else 1.3 * low
     return high if high < inf else low
 
 
-def _between(known: list[tuple[float, float]], low: float, high: float) -> float:
-    """The next guess at a fixed point in ``low`` to ``high`` from up to two (argument, value)."""
-    if len(known) == 2:
-        (x, value), (y, other) = known
-        slope = (value - other) / (1.0 / x - 1.0 / y)
-        base = value - slope / x
-        square = base * base + 4.0 * slope
-        guess = 0.5 * (base + sqrt(square)) if square >= 0.0 else low
-        if low < guess < high:
-            return guess
-    if high == inf:
-        return 1.3 * low
-    return 0.5 * (low + high) if len(known) == 2 else 0.25 * low + 0.75 * high
+def _solved(one: tuple[float, float], other: tuple[float, float]) -> float:
+    """The fixed point of ``a + b / x`` through two (argument, value); 0 without one."""
+    (x, value), (y, beside) = one, other
+    b = (value - beside) / (1.0 / x - 1.0 / y)
+    a = value - b / x
+    square = a * a + 4.0 * b
+    return 0.5 * (a + sqrt(square)) if square >= 0.0 else 0.0
