@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fa4tune.kernels.plan import KernelPlan, Operation
 from fa4tune.model.pipeline import Timed
 from fa4tune.model.skeleton import EXECUTES, ISSUES
-from fa4tune.model.timing import Duration, Rates, from_hbm
+from fa4tune.model.timing import Rates, from_hbm
 
 Recorder = Callable[[str, str, int, int, float, float], None]
 """Called with (operation, role, tile, iteration or -1, start, end) for everything that runs."""
@@ -39,23 +39,65 @@ class Once:
 
 
 Links = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-
-_LINKS: dict[int, tuple[KernelPlan, tuple[Links, Links]]] = {}
-"""By identity of the loop; the plan is kept so that it stays the same object."""
+Phases = tuple[tuple[Once, ...], tuple[Once, ...]]
 
 
-def _links_of(plan: KernelPlan) -> tuple[Links, Links]:
-    found = _LINKS.get(id(plan.loop))
-    if found is not None:
-        known = found[0]
-        if known.loop is plan.loop and known.prologue is plan.prologue and known.epilogue is plan.epilogue:
-            return found[1]
-    body = plan.loop.body
-    links = _once_links(plan.prologue, body, True), _once_links(plan.epilogue, body, False)
-    if len(_LINKS) > 10_000:
-        _LINKS.clear()
-    _LINKS[id(plan.loop)] = (plan, links)
-    return links
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """Prologue and epilogue of a plan as they are while HBM is idle, and ``plan`` so that it stays alive."""
+
+    plan: KernelPlan
+    rates: Rates
+    links: tuple[Links, Links]
+    phases: Phases
+
+
+_KNOWN: dict[tuple[int, int], _Known] = {}
+"""By identity of the rates and the loop."""
+
+
+def _phases(plan: KernelPlan, rates: Rates, busy: float) -> Phases:
+    """Prologue and epilogue with what HBM delivers, ``busy`` as of :func:`fa4tune.model.timing.from_hbm`."""
+    key = id(rates), id(plan.loop)
+    known = _KNOWN.get(key)
+    if known is None or known.rates is not rates or not _same_operations(known.plan, plan):
+        body = plan.loop.body
+        links = _once_links(plan.prologue, body, True), _once_links(plan.epilogue, body, False)
+        phases = _timed(plan.prologue, links[0], plan, rates), _timed(plan.epilogue, links[1], plan, rates)
+        known = _Known(plan, rates, links, phases)
+        if len(_KNOWN) > 10_000:
+            _KNOWN.clear()
+        _KNOWN[key] = known
+    if not busy:
+        return known.phases
+    warps = {role.name: role.warps for role in plan.roles}
+    prologue, epilogue = (
+        tuple(
+            [
+                _once(operation, link, rates, warps[operation.role], busy)
+                if operation.work.global_read_bytes
+                else once
+                for operation, link, once in zip(operations, links, idle, strict=True)
+            ]
+        )
+        for operations, links, idle in zip(
+            (plan.prologue, plan.epilogue), known.links, known.phases, strict=True
+        )
+    )
+    return prologue, epilogue
+
+
+def _same_operations(a: KernelPlan, b: KernelPlan) -> bool:
+    return a.loop is b.loop and a.prologue is b.prologue and a.epilogue is b.epilogue and a.roles == b.roles
+
+
+def _timed(
+    operations: tuple[Operation, ...], links: Links, plan: KernelPlan, rates: Rates
+) -> tuple[Once, ...]:
+    warps = {role.name: role.warps for role in plan.roles}
+    return tuple(
+        [_once(o, link, rates, warps[o.role], 0.0) for o, link in zip(operations, links, strict=True)]
+    )
 
 
 def _once_links(operations: tuple[Operation, ...], body: tuple[Operation, ...], prologue: bool) -> Links:
@@ -112,21 +154,7 @@ class Run:
         self._free: dict[str, float] = {}
         self._tile = 0
         self._deepest = max(step.lag for step in shape.steps)
-        warps = {role.name: role.warps for role in plan.roles}
-        self._phases = tuple(
-            tuple(
-                _once(
-                    operation,
-                    links,
-                    # Q is read once, from HBM
-                    from_hbm(
-                        rates.duration(operation, warps[operation.role]), operation, rates.gpu, 1.0, busy
-                    ),
-                )
-                for operation, links in zip(phase, phase_links, strict=True)
-            )
-            for phase, phase_links in zip((plan.prologue, plan.epilogue), _links_of(plan), strict=True)
-        )
+        self._phases = _phases(plan, rates, busy)
 
     def tile(
         self, trips: int, values: Sequence[float], masked: int = 0, masked_values: Sequence[float] = ()
@@ -234,7 +262,15 @@ class Run:
                     recorder(body[operation].name, body[operation].role, self._tile, iteration, at, end)
 
 
-def _once(operation: Operation, links: tuple[tuple[int, ...], tuple[int, ...]], duration: Duration) -> Once:
+def _once(
+    operation: Operation,
+    links: tuple[tuple[int, ...], tuple[int, ...]],
+    rates: Rates,
+    warps: int,
+    busy: float,
+) -> Once:
+    # Q is read once, from HBM
+    duration = from_hbm(rates.duration(operation, warps), operation, rates.gpu, 1.0, busy)
     span = duration.tensor + duration.section + duration.tmem + duration.other + duration.latency
     return Once(
         operation.name,
