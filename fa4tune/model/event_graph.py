@@ -6,10 +6,10 @@ Started as early as these arcs allow, the loop settles on a period of
 
     max over cycles of (sum of weights) / (sum of distances)
 
-(Baccelli, Cohen, Olsder, Quadrat, "Synchronization and Linearity", 1992, theorem 3.28). A ratio is the largest
-one when no cycle is positive after it is taken off each arc as often as the arc's distance says, which longest
-paths tell (Lawler, "Combinatorial Optimization", 1976, section 3.13); a positive cycle gives the next ratio to
-try. The cycle that attains the largest explains the period.
+(Baccelli, Cohen, Olsder, Quadrat, "Synchronization and Linearity", 1992, theorem 3.28). A ratio is the
+largest one when no cycle is positive after it is taken off each arc as often as the arc's distance says,
+which longest paths tell (Lawler, "Combinatorial Optimization", 1976, section 3.13); a positive cycle gives
+the next ratio to try. The cycle that attains the largest explains the period.
 """
 
 from __future__ import annotations

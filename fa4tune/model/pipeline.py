@@ -1,15 +1,15 @@
 """The steady state of a loop: its period, what it waits for, and who goes first.
 
-The loop's event graph (:mod:`fa4tune.model.skeleton`) with the cycles of its operations under the sharing rule
-(:mod:`fa4tune.model.sharing`) settles on its largest cycle ratio. These cycles depend on the period and the
-period on them. Both fall as the period grows, so that the period is that of the one cycle of arcs for which it
-is longest: starting from any, the cycle that takes longest at the period of the last one replaces it until
-none takes longer. No period is shorter than what a unit has to do in an iteration.
+The loop's event graph (:mod:`fa4tune.model.skeleton`) with the cycles of its operations under the sharing
+rule (:mod:`fa4tune.model.sharing`) settles on its largest cycle ratio. These cycles depend on the period and
+the period on them. Both fall as the period grows, so that the period is that of the one cycle of arcs for
+which it is longest: starting from any, the cycle that takes longest at the period of the last one replaces it
+until none takes longer. No period is shorter than what a unit has to do in an iteration.
 
 Two things are not known beforehand:
 
-- *In step or at random.* A ring of one stage lets its readers start together, as the next load waits for all of
-  them. That counts where this load is on the critical cycle. Elsewhere roles drift apart.
+- *In step or at random.* A ring of one stage lets its readers start together, as the next load waits for all
+  of them. That counts where this load is on the critical cycle. Elsewhere roles drift apart.
 - *Queued or at random.* Products of roles that do not take turns are served first come, first served
   (:mod:`fa4tune.model.product_queue`). Roles fall into that order where it is quicker than random phases.
 """
@@ -35,11 +35,11 @@ CONVERGED = 1e-8
 class Timed:
     """A loop with durations: the weights of its arcs under the sharing rule, and its period.
 
-    ``period`` is the larger of the largest cycle ratio ``ratio`` and the largest unit total; ``cycle`` the arcs
-    that attain the ratio; ``totals`` cycles an iteration by unit of :data:`fa4tune.model.timing.UNITS`, all CTAs
-    of an SM; ``values`` the cycles that arcs pick from; ``stretch`` the delay factor by role and station;
-    ``blocked`` the part of the time that SMEM serves others than the tensor cores, ``tensor_total`` what these
-    take an iteration with waits for operands.
+    ``period`` is the larger of the largest cycle ratio ``ratio`` and the largest unit total; ``cycle`` the
+    arcs that attain the ratio; ``totals`` cycles an iteration by unit of :data:`fa4tune.model.timing.UNITS`,
+    all CTAs of an SM; ``values`` the cycles that arcs pick from; ``stretch`` the delay factor by role and
+    station; ``blocked`` the part of the time that SMEM serves others than the tensor cores, ``tensor_total``
+    what these take an iteration with waits for operands.
     """
 
     skeleton: Skeleton

@@ -46,9 +46,9 @@ Factors = list[list[float]]
 class Along(NamedTuple):
     """What a cycle of arcs takes: by role what the others stretch, in cycles, and the rest.
 
-    ``rows`` are (role, tensor cycles, yielding ones, the same two by turns, section, what other roles' products
-    add to it if they run all the time, tensor memory); ``fixed`` is not stretched, ``accesses`` are those of
-    threads to SMEM; ``turns`` is how many iterations the cycle spans.
+    ``rows`` are (role, tensor cycles, yielding ones, the same two by turns, section, what other roles'
+    products add to it if they run all the time, tensor memory); ``fixed`` is not stretched, ``accesses`` are
+    those of threads to SMEM; ``turns`` is how many iterations the cycle spans.
     """
 
     rows: list[tuple[int, list[float]]]
@@ -73,7 +73,7 @@ class Demand:
         operations: asynchronous or not, role, cycles of tensor cores or section, those of them that yield to
             SMEM traffic or what products of other roles add, tensor memory, what nobody disturbs, latency.
         issues: cycles that issuing takes, by operation.
-        sections, slower, tmem: cycles at these stations by role; ``slower`` is what other roles' products add.
+        sections, slower, tmem: cycles at these stations by role; ``slower`` is what products of others add.
         held, yielding: cycles of the tensor cores, and those that yield to SMEM traffic, all CTAs.
         elsewhere: the same of others, by role.
         traffic: cycles for which SMEM serves others than the tensor cores, all CTAs.
@@ -218,9 +218,10 @@ class Sharing:
     def _meet_by_turns(self, stretch: Factors, contention: float, period: float) -> bool:
         """Factors at the tensor cores where some work comes by turns and some does not.
 
-        With busy fractions ``t`` outside the order and ``u`` in it, ``B`` the sum of both and ``T`` that of ``t``
-        over roles, and *k* copies, ``t = p (1 + c (k B - t - u))`` and ``u = q (1 + c (T - t + (k - 1) B))``,
-        where ``p`` and ``q`` are undisturbed fractions: linear in ``B`` and ``T`` for each role, and so in all.
+        With busy fractions ``t`` outside the order and ``u`` in it, ``B`` the sum of both and ``T`` that of
+        ``t`` over roles, and *k* copies, ``t = p (1 + c (k B - t - u))`` and
+        ``u = q (1 + c (T - t + (k - 1) B))``, where ``p`` and ``q`` are undisturbed fractions: linear in
+        ``B`` and ``T`` for each role, and so in all.
         """
         c, copies = contention, self.demand.copies
         parts = []
@@ -353,7 +354,7 @@ class Sharing:
 def own_products(
     shape: Skeleton, durations: Sequence[Duration], weights: Sequence[float]
 ) -> tuple[list[float], list[float]]:
-    """Sections as long as they are beside the role's own products, and what others' products can still add."""
+    """Sections as they are beside the role's own products, and what others' products can still add."""
     sections = [duration.section for duration in durations]
     hindered = [duration.hindered for duration in durations]
     for product, between in shape.covered:

@@ -20,8 +20,8 @@ from fa4tune.kernels.plan import Dependency, Loop, Order, Unit
 from fa4tune.model.event_graph import Arcs, Path, contract
 
 FULL, REMOTE, SERVICE, ISSUE, TURN = range(5)
-"""What an arc's weight is: the source's whole time, that and a barrier, its hold on the unit, its issue, that and
-handing the turn to another role."""
+"""What an arc's weight is: the source's whole time, that and a barrier, its hold on the unit, its issue, that
+and handing the turn to another role."""
 
 RANK = {REMOTE: 3, FULL: 2, SERVICE: 1, TURN: 1, ISSUE: 0}
 """Kinds of weight of one operation by size; issues are compared with issues only."""
@@ -37,8 +37,8 @@ Named = tuple[str, str, Unit, bool]
 
 
 class Step(NamedTuple):
-    """A node as a run meets it; ``waits`` are (operation, distance, across roles), ``orders`` (order, whether its
-    turn goes to another role)."""
+    """A node as a run meets it; ``waits`` are (operation, distance, across roles), ``orders`` (order, whether
+    its turn goes to another role)."""
 
     kind: int
     operation: int
@@ -55,21 +55,21 @@ class Skeleton:
 
     Attributes:
         arcs: the event graph.
-        values: each arc's weight as an index into ``[full..., full + barrier..., service..., issue..., issue +
-            hand-over...]`` over the operations.
+        values: each arc's weight as an index into the values of :data:`FULL`, :data:`REMOTE` and so on, each
+            over all operations.
         owners: operation of each node.
         groups: roles.
         group_of: role of each operation, as an index into ``groups``.
-        in_step: whether a ring of one stage can keep roles in step: the next load waits for all of its readers.
+        in_step: whether a ring of one stage can keep roles in step: its next load waits for all readers.
         turns: whether an order between roles says when an operation has the tensor cores.
-        covered: matrix products of a role, each with the sections that it runs before it waits for the product.
+        covered: products of a role, each with the sections that it runs before it waits for the product.
         lags: turns that each node trails its tile by.
         order_owners: who keeps each order.
         steps: what a run executes in a turn, in order.
         core: the graph contracted to the nodes where paths join and part.
         paths: arcs of ``arcs`` that each arc of ``core`` stands for.
-        picked, picked_from: values whose sums are the weights of ``core``, arc after arc, and where each arc's
-            begin.
+        picked, picked_from: values whose sums are the weights of ``core``, arc after arc, and where each
+            arc's begin.
         chains: units that take operations in order, by order.
         why: what each arc says, for people.
     """

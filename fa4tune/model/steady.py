@@ -1,4 +1,4 @@
-"""What a plan's loop settles on, apart from the problem's size, and what a tile costs beside its iterations."""
+"""What a plan's loop settles on, apart from the problem's size, and what tiles cost beside it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _KEPT = 4096
 class Settled:
     """A loop under one set of durations: ``plain`` and ``masked`` without and with mask operations.
 
-    ``absent`` are cycles that an iteration takes less for each part of the tile that passes over it. ``plan`` and
-    ``rates`` keep alive what the cache knows by identity.
+    ``absent`` are cycles that an iteration takes less for each part of the tile that passes over it. ``plan``
+    and ``rates`` keep alive what the cache knows by identity.
     """
 
     plain: Timed
@@ -45,8 +45,8 @@ class Settled:
 class Steady:
     """What one loop on one GPU settles on, and its tiles.
 
-    ``first`` and ``later`` are the cycles that a CTA's first and every later tile cost beside their iterations.
-    ``hbm_busy`` is how busy HBM was taken to be, in CTAs of an SM that wait for it at once.
+    ``first`` and ``later`` are the cycles that a CTA's first and every later tile cost beside their
+    iterations. ``hbm_busy`` is how busy HBM was taken to be, in CTAs of an SM that wait for it at once.
     """
 
     loop: Settled
@@ -139,7 +139,7 @@ def steady(
     key = (id(rates), id(plan.loop), id(plan.epilogue), rate, copies, single, probe, miss, masks, hbm)
     found = _known(_STEADY, key, plan, rates)
     if found is None:
-        # what HBM can deliver in the long run bounds the whole kernel, not an iteration, unless all wait for it
+        # in the long run HBM bounds the whole kernel, not an iteration, unless all CTAs wait for it
         loop = _settled(plan, rates, rate, miss, 0.0 if isfinite(hbm) else float(copies), masks)
         busy = copies * min(1.0, hbm / loop.plain.period)
         first, later = _tiles(plan, loop.plain, rates, busy, probe, single)
@@ -181,7 +181,7 @@ def _settled(plan: KernelPlan, rates: Rates, rate: float, miss: float, busy: flo
 def _tiles(
     plan: KernelPlan, plain: Timed, rates: Rates, busy: float, probe: int, single: bool
 ) -> tuple[float, float]:
-    """Cycles that the first and every later tile take beyond their iterations, from a run of ``probe`` each."""
+    """What the first and every later tile cost beside their iterations, from a run of ``probe`` each."""
     gpu = rates.gpu
     run = Run(plan, plain, rates, busy)
     end = run.tile(probe, plain.values)

@@ -16,7 +16,7 @@ from fa4tune.model.timing import UNITS, rates_of
 
 
 def plain_gpu(**changes: float) -> Gpu:
-    """An H200 without latencies or slower arithmetic beside products, so that periods can be added up by hand."""
+    """An H200 without latencies or hindrance beside products: periods can be added up by hand."""
     none = (
         *("mma_latency_clk", "mma_start_clk", "barrier_latency_clk", "turn_latency_clk", "copy_latency_clk"),
         *("arithmetic_latency_clk", "smem_conflict"),
