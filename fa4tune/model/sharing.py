@@ -389,6 +389,8 @@ def fixed_point(function: Callable[[float], float | None], least: float, start: 
     known: list[tuple[float, float]] = []
     for _ in range(100):
         value = function(x)
+        if value is not None and abs(value - x) <= 1e-10 * x:
+            return max(least, value)
         if value is None or value > x:
             low, tried = x, True
         elif x == least:

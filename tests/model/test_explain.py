@@ -28,7 +28,8 @@ def explained(text: str, gpu_name: str, **knobs: object) -> Explanation:
 @cache
 def many() -> tuple[Explanation, ...]:
     """Random problems and configs, short and long, a single query to many."""
-    rng, found = random.Random(5), []
+    rng = random.Random(5)
+    found: list[Explanation] = []
     while len(found) < 150:
         keys = rng.choice([256, 512, 1024, 4096, 16384])
         queries = rng.choice([keys, keys, keys, 1, 16])
