@@ -184,7 +184,8 @@ def maximum_cycle_ratio(
     Returns:
         The ratio in the unit of ``weights``, and a cycle that attains it.
     """
-    ratio, cycle = least, ()
+    ratio = least
+    cycle: tuple[int, ...] = ()
     value = list(potentials) if potentials is not None else [0.0] * arcs.nodes
     tolerance = _tolerance(weights)
     while True:

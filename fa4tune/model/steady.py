@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import TypeVar
 
 from fa4tune.hardware.gpu import Gpu
 from fa4tune.kernels.plan import KernelPlan, Operation
 from fa4tune.model.pipeline import Timed, alone, rescale_rate, settle, solve
-from fa4tune.model.run import Run
+from fa4tune.model.run import Phases, Run, phases_of
 from fa4tune.model.timing import Duration, Rates, from_hbm, rates_of
 
 HBM_STEP = 64.0
@@ -31,7 +31,8 @@ class Settled:
     """A loop under one set of durations: ``plain`` and ``masked`` without and with mask operations.
 
     ``absent`` are cycles that an iteration takes less for each part of the tile that passes over it. ``plan``
-    and ``rates`` keep alive what the cache knows by identity.
+    and ``rates`` keep alive what the cache knows by identity. ``tiles`` is what tiles cost, by the
+    iterations of the run, whether a CTA has one tile only, and cycles of the operations beside the loop.
     """
 
     plain: Timed
@@ -39,6 +40,7 @@ class Settled:
     absent: float
     plan: KernelPlan
     rates: Rates
+    tiles: dict[tuple[int, bool, tuple[float, ...]], tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -142,7 +144,7 @@ def steady(
         # in the long run HBM bounds the whole kernel, not an iteration, unless all CTAs wait for it
         loop = _settled(plan, rates, rate, miss, 0.0 if isfinite(hbm) else float(copies), masks)
         busy = copies * min(1.0, hbm / loop.plain.period)
-        first, later = _tiles(plan, loop.plain, rates, busy, probe, single)
+        first, later = _tiles(plan, loop, phases_of(plan, rates, busy), probe, single)
         found = Steady(loop, first, later, busy, plan, rates)
         _keep(_STEADY, key, found)
     return found
@@ -158,7 +160,7 @@ def _rescales(plan: KernelPlan, trips: int) -> float:
 
 def _settled(plan: KernelPlan, rates: Rates, rate: float, miss: float, busy: float, masks: bool) -> Settled:
     copies = plan.resources.ctas_per_sm
-    key = (id(rates), id(plan.loop), rate, copies, miss, busy, masks)
+    key = (id(rates), id(plan.loop), id(plan.epilogue), rate, copies, miss, busy, masks)
     found = _known(_SETTLED, key, plan, rates)
     if found is not None:
         return found
@@ -178,15 +180,16 @@ def _settled(plan: KernelPlan, rates: Rates, rate: float, miss: float, busy: flo
     return found
 
 
-def _tiles(
-    plan: KernelPlan, plain: Timed, rates: Rates, busy: float, probe: int, single: bool
-) -> tuple[float, float]:
+def _tiles(plan: KernelPlan, loop: Settled, phases: Phases, probe: int, single: bool) -> tuple[float, float]:
     """What the first and every later tile cost beside their iterations, from a run of ``probe`` each."""
-    gpu = rates.gpu
-    run = Run(plan, plain, rates, busy)
-    end = run.tile(probe, plain.values)
-    overhead = gpu.tile_overhead_clk + (gpu.cta_start_clk if single else 0.0)
-    first = end - probe * plain.ratio + overhead
-    if single:
-        return first, max(0.0, first)
-    return first, max(0.0, run.tile(probe, plain.values) - end - probe * plain.ratio + overhead)
+    key = probe, single, tuple([once.span for phase in phases for once in phase])
+    found = loop.tiles.get(key)
+    if found is None:
+        gpu, plain = loop.rates.gpu, loop.plain
+        run = Run(plan, plain, gpu, phases)
+        end = run.tile(probe, plain.values)
+        overhead = gpu.tile_overhead_clk + (gpu.cta_start_clk if single else 0.0)
+        first = end - probe * plain.ratio + overhead
+        later = first if single else run.tile(probe, plain.values) - end - probe * plain.ratio + overhead
+        found = loop.tiles[key] = first, max(0.0, later)
+    return found

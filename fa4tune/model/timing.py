@@ -104,12 +104,22 @@ def from_hbm(duration: Duration, operation: Operation, gpu: Gpu, miss: float, bu
     It arrives ``copy_miss_clk`` later, and no sooner than an SM's share of the bandwidth delivers it where
     the other SMs are loading too, which they are as often as HBM is ``busy``.
     """
-    if not miss or not operation.asynchronous or operation.mma or not operation.work.global_read_bytes:
+    if not miss or not is_load(operation):
         return duration
-    shared = busy * miss * operation.work.global_read_bytes / (gpu.hbm_bytes_per_clk * gpu.hbm_efficiency)
+    shared = miss * hbm_cycles(operation, gpu, busy)
     return replace(
         duration, other=max(duration.other, shared), latency=duration.latency + miss * gpu.copy_miss_clk
     )
+
+
+def is_load(operation: Operation) -> bool:
+    """Whether an operation is a bulk copy from global memory."""
+    return operation.asynchronous and not operation.mma and operation.work.global_read_bytes > 0
+
+
+def hbm_cycles(operation: Operation, gpu: Gpu, busy: float) -> float:
+    """Cycles in which HBM delivers what ``busy`` SMs' shares of an operation's loads ask for."""
+    return busy * operation.work.global_read_bytes / (gpu.hbm_bytes_per_clk * gpu.hbm_efficiency)
 
 
 def _duration(operation: Operation, warps: int, gpu: Gpu) -> Duration:
