@@ -10,10 +10,10 @@
     python studies/kernel_profile.py import OUT/order.json OUT/ncu.csv --day YYYY-MM-DD [--cycles]
 
 Without `--cycles`: four kernel classes at 3072 keys, six configs each from the default to random ones; the
-records replace `studies/data/ncu_h200.jsonl`. With it: every config of the bundle, 2048 query rows beside 2048
-and beside 8192 keys, so that the difference is iterations and nothing else; the records are added to
-`studies/data/ncu_cycles_h200.jsonl`, which the model's constants are fitted to besides the campaign. One launch
-a kernel after a warm-up, Gaussian inputs.
+records replace `studies/data/ncu_h200.jsonl`. With it: every config of the bundle, 2048 query rows beside
+2048 and beside 8192 keys, so that the difference is iterations and nothing else; the records are added to
+`studies/data/ncu_cycles_h200.jsonl`, which the model's constants are fitted to besides the campaign. One
+launch a kernel after a warm-up, Gaussian inputs.
 """
 
 from __future__ import annotations

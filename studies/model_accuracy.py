@@ -1,11 +1,11 @@
 """How good the model's predictions are on shapes it was not fitted to, beside two baselines.
 
-Run `python studies/model_accuracy.py`: reads the shapes of `studies/data/campaign_judged.jsonl`, which nothing
-was fitted to, prints accuracy by problem and over all of them, the same for a roofline and for a roofline
-times one constant a kernel class (fitted to `campaign.jsonl`, as the model), then profiled kernels, the
-published B200 figures and upstream's softmax experiments against the model, and draws
-`figures/model_accuracy.png`. Configs of a problem were measured in turns, at the clock that they share, and are
-predicted so. Without these shapes it judges every other shape of the campaign, which is only fair after
+Run `python studies/model_accuracy.py`: reads the shapes of `studies/data/campaign_judged.jsonl`, which
+nothing was fitted to, prints accuracy by problem and over all of them, the same for a roofline and for a
+roofline times one constant a kernel class (fitted to `campaign.jsonl`, as the model), then profiled kernels,
+the published B200 figures and upstream's softmax experiments against the model, and draws
+`figures/model_accuracy.png`. Configs of a problem were measured in turns, at the clock that they share, and
+are predicted so. Without these shapes it judges every other shape of the campaign, which is only fair after
 `model_fit.py --half`.
 """
 
@@ -106,25 +106,25 @@ def show(label: str, result: Accuracy) -> None:
     )
 
 
-def split(gpu: Gpu, judged_data: Path) -> tuple[list[Sample], list[Sample], str]:
-    """(samples to judge on, the others, what the first are): fresh shapes, or every other of the campaign."""
+def split(gpu: Gpu, path: Path) -> tuple[list[Sample], list[Sample], str]:
+    """(samples to judge on, the others, what the first are): judged shapes, or every other of the campaign."""
     found = samples(read_trials(DATA), gpu)
-    if fresh.is_file():
+    if path.is_file():
         seen = {str(s.problem) for s in found}
-        judged = [s for s in samples(read_trials(fresh), gpu) if str(s.problem) not in seen]
-        return judged, found, "Fresh shapes, which nothing was fitted to"
+        judged = [s for s in samples(read_trials(path), gpu) if str(s.problem) not in seen]
+        return judged, found, "Shapes that nothing was fitted to"
     judged = [s for s in found if held_out(s.problem)]
     others = [s for s in found if not held_out(s.problem)]
-    return judged, others, f"No {fresh.name}: every other shape of the campaign (held out after --half only)"
+    return judged, others, f"No {path.name}: every other shape of the campaign (held out after --half only)"
 
 
-def campaign(judged_data: Path) -> None:
+def campaign(path: Path) -> None:
     """Accuracy on shapes that nothing was fitted to."""
     gpu = load_gpu("h200")
-    judged, others, words = split(gpu, fresh)
+    judged, others, words = split(gpu, path)
     names = [str(s.problem) for s in judged]
     measured = [s.measured_us for s in judged]
-    predicted = predictions(judged, gpu)
+    predicted = times_in_turns(judged, gpu, pause_us(gpu))
     result = accuracy(names, measured, predicted)
     print(f"\n## {words}: {len(judged)} configs of {len(result.problems)}")
     print(f"{'problem':58s} configs   MAPE   good    max Spearman regret rank   bias")
@@ -142,8 +142,11 @@ def campaign(judged_data: Path) -> None:
     for label, times in baselines(others, judged, gpu).items():
         show(label, accuracy(names, measured, times))
     train = [str(s.problem) for s in others]
-    show("model, its own fit", accuracy(train, [s.measured_us for s in others], predictions(others, gpu)))
-    draw(judged, measured, predicted, baselines(others, judged, gpu)["roofline x class"], fresh.is_file())
+    show(
+        "model, its own fit",
+        accuracy(train, [s.measured_us for s in others], times_in_turns(others, gpu, pause_us(gpu))),
+    )
+    draw(judged, measured, predicted, baselines(others, judged, gpu)["roofline x class"], path.is_file())
 
 
 def draw(
@@ -323,9 +326,9 @@ def upstream_softmax() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--judged", type=Path, default=JUDGED_DATA, help="trials to judge on")
-    fresh = parser.parse_args().judged
+    path = parser.parse_args().judged
     if DATA.is_file():
-        campaign(fresh)
+        campaign(path)
     else:
         print(f"no {DATA}: run studies/campaign.py first")
     if all(path.is_file() for path in PROFILED):

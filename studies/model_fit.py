@@ -1,10 +1,10 @@
 """Fit the hardware file's free constants to the campaign, by cross-validation, and write the overlay.
 
 Run `python studies/model_fit.py`: reads the times of `studies/data/campaign.jsonl` and the cycles of
-`studies/data/ncu_cycles_h200.jsonl`, fits at most 12 bounded constants to all of them, prints what moved and how
-well problems outside each fold are predicted, and writes `fa4tune/hardware/calibrated/h200.toml`, which the
-GPU's own file is overlaid with from then on. Shapes of another campaign judge the result (`model_accuracy.py`);
-`--half` fits to half of these shapes only, so that the other half can.
+`studies/data/ncu_cycles_h200.jsonl`, fits at most 12 bounded constants to all of them, prints what moved and
+how well problems outside each fold are predicted, and writes `fa4tune/hardware/calibrated/h200.toml`, which
+the GPU's own file is overlaid with from then on. Shapes of another campaign judge the result
+(`model_accuracy.py`); `--half` fits to half of these shapes only, so that the other half can.
 """
 
 import argparse
@@ -57,7 +57,8 @@ def main() -> None:
     print(f"cycles of profiled kernels: mean error {result.cycles_error:.1%}")
     path = arguments.out or ROOT / "fa4tune" / "hardware" / "calibrated" / f"{arguments.gpu}.toml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(overlay(result, arguments.gpu, f"studies/data: {DATA.name} and {CYCLES_DATA.name}, sha256 {digest}"))
+    files = f"studies/data: {DATA.name} and {CYCLES_DATA.name}, sha256 {digest}"
+    path.write_text(overlay(result, arguments.gpu, files))
     print(f"\nwrote {path}")
 
 

@@ -11,7 +11,7 @@ from fa4tune.emulator.counters import Counters, WarpCounters
 from fa4tune.emulator.memory import SMEM_BASE
 from fa4tune.kernels.plan import KernelPlan, Operation, Work
 
-ESTIMATES = ("fma", "alu", "issue")
+ESTIMATES = ("fma", "alu", "issue", "fma_emulated", "alu_emulated", "issue_emulated")
 """Fields of :class:`~fa4tune.kernels.plan.Work` that a plan only estimates."""
 
 Trips = Mapping[str, tuple[int, int]]

@@ -48,11 +48,11 @@ class Gpu:
 
     ``warp_issue_per_clk`` is what one warp alone issues in a section of dependent arithmetic; ``exp_overlap``
     the part of the shorter of its exponentials and its other instructions that hides under the longer;
-    ``emulation_stall_clk`` what a warp waits for the chain of a polynomial in place of an exponential;
     ``exp_beside_mma``, ``alu_beside_mma`` and ``fma_beside_mma`` the part of a pipe's rate that is left while
-    tensor cores that keep their accumulators in registers work; ``contention`` how far other roles' use of the tensor cores or tensor memory delays a role (0 never, 1 as
-    if they met at random and shared evenly), ``section_contention`` the same for the schedulers and pipes of
-    arithmetic; ``smem_fence_clk`` what P costs on its way through SMEM before the tensor cores may read it;
+    tensor cores that keep their accumulators in registers work; ``contention`` how far other roles' use of
+    the tensor cores or tensor memory delays a role (0 never, 1 as if they met at random and shared evenly),
+    ``section_contention`` the same for the schedulers and pipes of arithmetic; ``dense_hold`` for how much of
+    their own length polynomials, whose instructions a scheduler finds ready every cycle, hold other roles up;
     ``smem_conflict`` the part of SMEM writes and thread accesses that holds up operand reads of the tensor
     cores when they meet (1: they come first). ``hbm_efficiency`` is the part of the HBM bandwidth that a
     kernel reaches.
@@ -98,14 +98,13 @@ class Gpu:
     arithmetic_latency_clk: float
     warp_issue_per_clk: float
     exp_overlap: float
-    emulation_stall_clk: float
     exp_beside_mma: float
     alu_beside_mma: float
     fma_beside_mma: float
     contention: float
     section_contention: float
     smem_conflict: float
-    smem_fence_clk: float
+    dense_hold: float
     tile_overhead_clk: float
     cta_start_clk: float
     hbm_efficiency: float

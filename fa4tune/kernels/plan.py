@@ -35,8 +35,9 @@ class Work:
     """Integer work of an operation, by path. All zero by default; adds and scales.
 
     ``exp_emulated`` counts elements whose power of two is a polynomial; their instructions are also in
-    ``fma``, ``alu`` and ``issue``. ``fma`` and ``alu`` count elements (lanes), ``issue`` warp instructions:
-    these three are estimates, checked against machine code within a tolerance; all others are exact.
+    ``fma``, ``alu`` and ``issue``, and are all that ``fma_emulated``, ``alu_emulated`` and ``issue_emulated``
+    count. ``fma`` and ``alu`` count elements (lanes), ``issue`` warp instructions: all of these are estimates,
+    checked against machine code within a tolerance; the others are exact.
     """
 
     mma_flops: int = 0
@@ -52,6 +53,9 @@ class Work:
     fma: int = 0
     alu: int = 0
     issue: int = 0
+    fma_emulated: int = 0
+    alu_emulated: int = 0
+    issue_emulated: int = 0
     global_read_bytes: int = 0
     global_write_bytes: int = 0
 

@@ -91,7 +91,7 @@ def profiled(path: Path, gpu: Gpu) -> list[Profiled]:
 
 
 def times_in_turns(found: Sequence[Sample], gpu: Gpu, pause_us: float) -> list[float]:
-    """Predicted microseconds of each sample, as the configs of a problem are measured: in turns, at one clock.
+    """Predicted microseconds of each sample as the configs of a problem are measured: in turns, at one clock.
 
     Args:
         found: samples; those of a problem were measured together.

@@ -6,15 +6,17 @@ Started as early as these arcs allow, the loop settles on a period of
 
     max over cycles of (sum of weights) / (sum of distances)
 
-(Baccelli, Cohen, Olsder, Quadrat, "Synchronization and Linearity", 1992, theorem 3.28). Howard's policy
-iteration finds it (Cochet-Terrasson et al., 1998); the cycle that attains it explains
-the period.
+(Baccelli, Cohen, Olsder, Quadrat, "Synchronization and Linearity", 1992, theorem 3.28). A ratio is the
+largest one when no cycle is positive after it is taken off each arc as often as the arc's distance says,
+which longest paths tell (Lawler, "Combinatorial Optimization", 1976, section 3.13); a positive cycle gives
+the next ratio to try. The cycle that attains the largest explains the period.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from fa4tune.errors import PlanError
 
@@ -38,6 +40,8 @@ class Arcs:
     outgoing: tuple[tuple[int, ...], ...] = field(init=False)
     order: tuple[int, ...] = field(init=False)
     incoming: tuple[tuple[int, ...], ...] = field(init=False)
+    backwards: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = field(init=False)
+    """Nodes against ``order``, each with its outgoing arcs and their targets."""
 
     def __post_init__(self) -> None:
         outgoing: list[list[int]] = [[] for _ in range(self.nodes)]
@@ -48,6 +52,10 @@ class Arcs:
         object.__setattr__(self, "outgoing", tuple(map(tuple, outgoing)))
         object.__setattr__(self, "incoming", tuple(map(tuple, incoming)))
         object.__setattr__(self, "order", self._topological())
+        backwards = [
+            (node, tuple([(a, self.targets[a]) for a in outgoing[node]])) for node in self.order[::-1]
+        ]
+        object.__setattr__(self, "backwards", tuple(backwards))
 
     def _topological(self) -> tuple[int, ...]:
         waiting = [0] * self.nodes
@@ -148,107 +156,116 @@ def contract(
 
 @dataclass(frozen=True, slots=True)
 class CycleRatio:
-    """The largest ratio, the arcs of the cycle that attains it in order, and the policy for a warm start.
+    """The largest ratio, the arcs of a cycle that attains it in order, and potentials that prove it.
 
-    ``ratio`` is 0 and ``cycle`` empty for a graph without cycles.
+    Where no cycle has a ratio above the one asked for, ``ratio`` is that one and ``cycle`` empty.
     """
 
     ratio: float
     cycle: tuple[int, ...]
-    policy: tuple[int, ...]
+    potentials: list[float]
 
 
 def maximum_cycle_ratio(
-    arcs: Arcs, weights: Sequence[float], policy: Sequence[int] | None = None
+    arcs: Arcs, weights: Sequence[float], least: float = 0.0, potentials: Sequence[float] | None = None
 ) -> CycleRatio:
-    """The largest cycle ratio by Howard's policy iteration.
+    """The largest cycle ratio above ``least``.
 
-    A policy is one arc out of each node. Its best cycle gives a ratio; potentials of the nodes under that
-    ratio either prove that no cycle has a larger one, or name arcs that improve the policy.
+    Under a ratio, potentials of the nodes grow to the heaviest paths out of them, a node's arc that made it
+    grow last being its choice. A cycle of choices has a larger ratio, which takes over; potentials that stand
+    still prove that none has.
 
     Args:
         arcs: the graph; every cycle has a distance of at least 1.
         weights: cycles of each arc, in the order of ``arcs``.
-        policy: the ``policy`` of an earlier answer on the same arcs, as a start.
+        least: a ratio known to be attained, or below which answers are of no interest.
+        potentials: of an earlier answer on the same arcs, as a start. Any start gives the same ratio.
 
     Returns:
         The ratio in the unit of ``weights``, and a cycle that attains it.
     """
-    sources, targets, distances = arcs.sources, arcs.targets, arcs.distances
-    # A node without arcs out lies on no cycle: -1.
-    chosen = (
-        list(policy)
-        if policy is not None
-        else [max(out, key=weights.__getitem__) if out else -1 for out in arcs.outgoing]
-    )
-    potential = [0.0] * arcs.nodes
-    tolerance = 1e-9 * (1.0 + sum(weights))
-    for _ in range(10_000):
-        ratio, cycle = _best_policy_cycle(arcs, weights, chosen)
-        if cycle:
-            _set_potentials(arcs, weights, chosen, ratio, sources[cycle[0]], potential)
-        improved = False
-        for arc, source in enumerate(sources):
-            value = weights[arc] - ratio * distances[arc] + potential[targets[arc]]
-            if value > potential[source] + tolerance:
-                potential[source] = value
-                chosen[source] = arc
-                improved = True
-        if not improved:
-            break
-    return CycleRatio(ratio, tuple(cycle), tuple(chosen))
+    ratio = least
+    cycle: tuple[int, ...] = ()
+    value = list(potentials) if potentials is not None else [0.0] * arcs.nodes
+    tolerance = _tolerance(weights)
+    while True:
+        around = _positive_cycle(arcs, _reduced(arcs, weights, ratio), value, tolerance)
+        found, best = _best(arcs, weights, around)
+        if found <= ratio:
+            return CycleRatio(ratio, cycle, value)
+        ratio, cycle = found, best
 
 
-def _best_policy_cycle(
-    arcs: Arcs, weights: Sequence[float], chosen: Sequence[int]
-) -> tuple[float, list[int]]:
-    targets, distances = arcs.targets, arcs.distances
-    colour = [-1] * arcs.nodes
-    best = 0.0
-    best_cycle: list[int] = []
-    for root in range(arcs.nodes):
+def exceeds(arcs: Arcs, weights: Sequence[float], ratio: float) -> bool:
+    """Whether some cycle has a larger ratio than ``ratio``."""
+    value = [0.0] * arcs.nodes
+    return bool(_positive_cycle(arcs, _reduced(arcs, weights, ratio), value, _tolerance(weights)))
+
+
+def _tolerance(weights: Sequence[float]) -> float:
+    """What potentials must grow by at least: above the rounding of sums of weights."""
+    return 1e-11 * (1.0 + sum(weights))
+
+
+def _reduced(arcs: Arcs, weights: Sequence[float], ratio: float) -> list[float]:
+    return [weight - ratio * distance for weight, distance in zip(weights, arcs.distances, strict=True)]
+
+
+def _positive_cycle(
+    arcs: Arcs, reduced: Sequence[float], value: list[float], tolerance: float
+) -> list[list[int]]:
+    """Cycles whose reduced weights add up to more than 0; none once ``value``, which grows, stands still."""
+    targets = arcs.targets
+    chosen = [-1] * arcs.nodes
+    while True:
+        moved = False
+        for node, out in arcs.backwards:
+            best, pick = value[node] + tolerance, -1
+            for arc, target in out:
+                through = reduced[arc] + value[target]
+                if through > best:
+                    best, pick = through, arc
+            if pick >= 0:
+                value[node], chosen[node] = best, pick
+                moved = True
+        if not moved:
+            return []
+        if found := _cycles_of(targets, chosen):
+            return found
+
+
+def _cycles_of(targets: Sequence[int], chosen: Sequence[int]) -> list[list[int]]:
+    """Cycles, as arcs, of a graph with at most one arc out of each node (-1 is none)."""
+    seen = [-1] * len(chosen)
+    found = []
+    for root in range(len(chosen)):
         node = root
-        while node >= 0 and colour[node] < 0:
-            colour[node] = root
+        while seen[node] < 0:
+            seen[node] = root
             arc = chosen[node]
-            node = targets[arc] if arc >= 0 else -1
-        if node < 0 or colour[node] != root:
-            continue
-        start, cycle, weight, distance = node, [], 0.0, 0
-        while True:
-            arc = chosen[node]
-            cycle.append(arc)
-            weight += weights[arc]
-            distance += distances[arc]
-            node = targets[arc]
-            if node == start:
+            if arc < 0:
                 break
-        if weight / distance > best or not best_cycle:
-            best, best_cycle = weight / distance, cycle
-    return best, best_cycle
+            node = targets[arc]
+        else:
+            if seen[node] == root:
+                start, cycle = node, []
+                while True:
+                    cycle.append(chosen[node])
+                    node = targets[chosen[node]]
+                    if node == start:
+                        break
+                found.append(cycle)
+    return found
 
 
-def _set_potentials(
-    arcs: Arcs,
-    weights: Sequence[float],
-    chosen: Sequence[int],
-    ratio: float,
-    root: int,
-    potential: list[float],
-) -> None:
-    """Potentials of all nodes whose policy leads to ``root``, which keeps its own."""
-    into: list[list[int]] = [[] for _ in range(arcs.nodes)]
-    for node, arc in enumerate(chosen):
-        if arc >= 0 and node != root:
-            into[arcs.targets[arc]].append(node)
-    ready = [root]
-    while ready:
-        target = ready.pop()
-        base = potential[target]
-        for node in into[target]:
-            arc = chosen[node]
-            potential[node] = weights[arc] - ratio * arcs.distances[arc] + base
-            ready.append(node)
+def _best(arcs: Arcs, weights: Sequence[float], cycles: list[list[int]]) -> tuple[float, tuple[int, ...]]:
+    best: tuple[float, tuple[int, ...]] = (-inf, ())
+    for cycle in cycles:
+        distance = sum([arcs.distances[arc] for arc in cycle])
+        ratio = sum([weights[arc] for arc in cycle]) / distance
+        if ratio > best[0]:
+            best = ratio, tuple(cycle)
+    return best
 
 
 def simulate(

@@ -36,11 +36,12 @@ class Constant:
 
 
 CONSTANTS = (
+    Constant("exp_overlap", 0.11, 0.8, "from one warpgroup's section alone to nearly all of the shorter"),
     Constant(
         "section_contention",
         0.2,
         1.5,
-        "0: sections of different roles never hold each other up, 1: as if they met at random and shared evenly",
+        "0: sections of different roles never meet, 1: they meet at random and share evenly",
     ),
     Constant(
         "mma_start_clk", 0.0, 65.5, "from products that follow without a gap to a lone one's whole latency"
@@ -57,8 +58,8 @@ CONSTANTS = (
     Constant("active_watts", 300.0, 800.0, "from a softmax without matrix work to a sweep through HBM"),
     Constant("tensor_watts", 500.0, 1300.0, "around the 1,150 of matmuls alone on random values"),
 )
-"""All that is ever fitted. What one warp takes for instructions and exponentials, and what tensor cores at work
-leave it of them, is measured and stays out."""
+"""All that is ever fitted. What a pipe does in a clock, alone and beside tensor cores, is measured and stays
+out."""
 
 PULL = 0.5
 """Weight of the prior: moving a constant over its whole range costs as much as a 5% error on 100 samples."""

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from fa4tune.hardware.gpu import Gpu
 
 PAUSE_WATTS = 300.0
-"""Power between kernels that are timed in turns, while a flush of L2 writes to HBM: between an H200's 120 W idle
-and 550 W of a sweep through HBM."""
+"""Power between kernels that are timed in turns, while a flush of L2 writes to HBM: between an H200's 120 W
+idle and 550 W of a sweep through HBM."""
 
 
 def full_watts(gpu: Gpu, busy: float, tensor: float) -> float:

@@ -6,23 +6,22 @@ thousands a second. :mod:`fa4tune.model.replay` plays the same model event by ev
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from math import inf, isfinite
+from math import inf
 
 import numpy as np
 
 from fa4tune.hardware.gpu import Gpu
-from fa4tune.kernels.plan import KernelPlan, Loop, Operation, Unit
+from fa4tune.kernels.plan import KernelPlan, Unit
 from fa4tune.kernels.tiles import HeadTrips, tile_trips
-from fa4tune.model.pipeline import Timed, alone, queued, rescale_rate, skeleton, solve
+from fa4tune.model.pipeline import Timed
 from fa4tune.model.power import clock_mhz, full_watts
 from fa4tune.model.roofline import head_trips
-from fa4tune.model.run import Run
 from fa4tune.model.schedule import first_touch, hbm_bytes, longest_first, makespan, workers
-from fa4tune.model.timing import UNITS, Duration, Rates, from_hbm, rates_of
+from fa4tune.model.steady import Steady, parts_of, steady
+from fa4tune.model.timing import UNITS
 from fa4tune.problem import AttentionProblem
 
 BOUND_WORDS = {
@@ -93,118 +92,6 @@ class Prediction:
         return tuple(dict.fromkeys(step.operation for step in self.steps))
 
 
-@dataclass(slots=True)
-class Steady:
-    """What one loop on one GPU settles on, apart from the problem's size.
-
-    ``plain`` and ``masked`` are the loop without and with mask operations; ``first`` and ``later`` the cycles
-    that a CTA's first and every later tile cost beside their iterations; ``absent`` those that an iteration
-    takes less for each part of the tile that passes over it. ``hbm_busy`` is how busy HBM was taken to be, in
-    CTAs of an SM that wait for it at once, ``depth`` the iterations of a tile. ``plan`` and ``rates`` keep
-    alive what the cache knows by identity.
-    """
-
-    plain: Timed
-    masked: Timed | None
-    first: float
-    later: float
-    absent: float
-    hbm_busy: float
-    depth: int
-    plan: KernelPlan
-    rates: Rates
-
-
-def _same_operations(a: KernelPlan, b: KernelPlan) -> bool:
-    return a.loop is b.loop and a.prologue is b.prologue and a.epilogue is b.epilogue and a.roles == b.roles
-
-
-_STEADY: OrderedDict[tuple[object, ...], Steady] = OrderedDict()
-"""By identity of operations, which plan builders share between configs that differ elsewhere."""
-
-_KEPT = 4096
-
-HBM_STEP = 64.0
-"""Cycles to which the HBM time of an iteration is rounded, so that problems share steady states."""
-
-
-def _durations(
-    plan: KernelPlan, rates: Rates, operations: Sequence[Operation], miss: float, busy: float
-) -> tuple[Duration, ...]:
-    warps = {role.name: role.warps for role in plan.roles}
-    return tuple(
-        [
-            from_hbm(rates.duration(operation, warps[operation.role]), operation, rates.gpu, miss, busy)
-            for operation in operations
-        ]
-    )
-
-
-def _solved(
-    loop: Loop, durations: Sequence[Duration], weights: Sequence[float], rates: Rates, copies: int
-) -> Timed:
-    """The steady state that roles fall into: at random phase or, where that is quicker, one after the other."""
-    random = solve(skeleton(loop), durations, weights, rates, copies)
-    ordered = queued(loop) if copies == 1 else None
-    if ordered is None:
-        return random
-    in_order = solve(skeleton(ordered), durations, weights, rates, copies)
-    return in_order if in_order.period < random.period else random
-
-
-def steady(
-    plan: KernelPlan, gpu: Gpu, trips: int, miss: float = 0.0, masks: bool = False, hbm: float = 0.0
-) -> Steady:
-    """The steady state of ``plan``'s loop and the overhead of a tile.
-
-    Args:
-        plan: the kernel.
-        gpu: the hardware.
-        trips: iterations of a typical tile, which set how often O is rescaled.
-        miss: share of K/V loads that miss L2.
-        masks: whether masked iterations are wanted.
-        hbm: cycles an iteration of a CTA that HBM takes for all that the kernel moves; infinite where all
-            CTAs wait for it at once.
-    """
-    rates = rates_of(gpu)
-    body = plan.loop.body
-    threshold = float(getattr(plan.config, "rescale_threshold", 0.0))
-    copies = plan.resources.ctas_per_sm
-    single = plan.scheduler != "persistent"
-    depth = min(trips, 64)
-    miss = round(miss * 8) / 8
-    hbm = round(hbm / HBM_STEP) * HBM_STEP if isfinite(hbm) else hbm
-    key = (id(rates), id(plan.loop), id(plan.epilogue), threshold, copies, single, depth, miss, masks, hbm)
-    found = _STEADY.get(key)
-    if found is not None and found.rates is rates and _same_operations(found.plan, plan):
-        return found
-    # what HBM can deliver in the long run bounds the whole kernel, not an iteration, unless all wait for it
-    busy = 0.0 if isfinite(hbm) else float(copies)
-    durations = _durations(plan, rates, body, miss, busy)
-    rate = rescale_rate(threshold, depth)
-    plain_weights = [0.0 if o.when == "masked" else rate if o.when == "rescaled" else 1.0 for o in body]
-    plain = _solved(plan.loop, durations, plain_weights, rates, copies)
-    masked, absent = None, 0.0
-    if masks:
-        masked_weights = [1.0 if o.when == "masked" else w for o, w in zip(body, plain_weights, strict=True)]
-        masked = solve(plain.skeleton, durations, masked_weights, rates, copies, plain)
-        parts = parts_of(plan)
-        if parts > 1:
-            absent = max(0.0, plain.period - alone(plain, rates, plain_weights)) / (parts - 1)
-    probe = max(1, min(3, trips))
-    busy = copies * min(1.0, hbm / plain.period)
-    run = Run(plan, plain, rates, busy)
-    end = run.tile(probe, plain.values)
-    overhead = gpu.tile_overhead_clk + (gpu.cta_start_clk if single else 0.0)
-    first = end - probe * plain.ratio + overhead
-    later = first if single else run.tile(probe, plain.values) - end - probe * plain.ratio + overhead
-    found = Steady(plain, masked, first, max(0.0, later), absent, busy, depth, plan, rates)
-    _STEADY[key] = found
-    if len(_STEADY) > _KEPT:
-        _STEADY.popitem(last=False)
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class Load:
     """What a problem asks of a plan.
@@ -230,12 +117,6 @@ class Load:
     absent: float
     touched: int
     fed: float
-
-
-def parts_of(plan: KernelPlan) -> int:
-    """Groups of rows of a tile that run the loop on their own and pass over K/V tiles they do not see."""
-    rows = plan.constants.get("rows")
-    return plan.tile_rows // int(rows) if rows else 1
 
 
 @lru_cache(maxsize=4096)
@@ -281,11 +162,15 @@ def load_of(plan: KernelPlan, gpu: Gpu) -> Load:
 
 def state_of(plan: KernelPlan, gpu: Gpu, load: Load) -> Steady:
     """The steady state of ``plan`` under ``load``."""
-    tiles = len(load.trips) * plan.problem.batch * (plan.problem.heads // plan.packed_heads)
-    typical = max(1, round(load.iterations / tiles))
     per_clk = gpu.hbm_bytes_per_clk * gpu.hbm_efficiency * gpu.sm_count
     hbm = load.hbm_bytes / per_clk * load.places / load.iterations
-    return steady(plan, gpu, typical, load.miss, load.trips.masked > 0, hbm)
+    return steady(plan, gpu, _typical_trips(plan, load), load.miss, load.trips.masked > 0, hbm)
+
+
+def _typical_trips(plan: KernelPlan, load: Load) -> int:
+    """Iterations of a tile in the mean."""
+    tiles = len(load.trips) * plan.problem.batch * (plan.problem.heads // plan.packed_heads)
+    return max(1, round(load.iterations / tiles))
 
 
 def slack(plan: KernelPlan, gpu: Gpu) -> dict[str, float]:
@@ -320,7 +205,7 @@ def predict(plan: KernelPlan, gpu: Gpu) -> Prediction:
     fill = max(0.0, state.first - state.later) + cold
     if load.touched:
         # the tiles that bring a section's keys and values from HBM, for which everybody waits at once
-        brought = steady(plan, gpu, state.depth, 1.0, False, inf)
+        brought = steady(plan, gpu, _typical_trips(plan, load), 1.0, False, inf)
         longest = load.trips[-1].total
         each = longest * brought.plain.period + brought.later
         each = max(each, load.fed * places / (gpu.hbm_bytes_per_clk * gpu.hbm_efficiency * gpu.sm_count))

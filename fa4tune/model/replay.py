@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fa4tune.hardware.gpu import Gpu
 from fa4tune.kernels.plan import KernelPlan, Unit
 from fa4tune.model.predict import Prediction, load_of, predict, state_of
-from fa4tune.model.run import Run
+from fa4tune.model.run import Run, phases_of
 from fa4tune.model.timing import UNITS, rates_of
 
 SHOWN_TRIPS = 12
@@ -107,7 +107,7 @@ def replay(
             Event(name, role, operation.unit, operation.asynchronous, tile, iteration, start, released, end)
         )
 
-    run = Run(plan, timed, rates, state.hbm_busy, record)
+    run = Run(plan, timed, gpu, phases_of(plan, rates, state.hbm_busy), record)
     ends = tuple([run.tile(count, values, masked, mask_values) for _ in range(tiles)])
     events.sort(key=lambda e: (e.start, e.end))
     anchor = plan.loop.body[timed.skeleton.owners[timed.skeleton.arcs.sources[timed.cycle[0]]]].name

@@ -8,11 +8,13 @@ stored. :mod:`fa4tune.model.replay` draws such a run; ``predict`` takes a tile's
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from fa4tune.hardware.gpu import Gpu
 from fa4tune.kernels.plan import KernelPlan, Operation
-from fa4tune.model.pipeline import EXECUTES, ISSUES, Timed
-from fa4tune.model.timing import Duration, Rates, from_hbm
+from fa4tune.model.pipeline import Timed
+from fa4tune.model.skeleton import EXECUTES, ISSUES
+from fa4tune.model.timing import Duration, Rates, from_hbm, hbm_cycles, is_load
 
 Recorder = Callable[[str, str, int, int, float, float], None]
 """Called with (operation, role, tile, iteration or -1, start, end) for everything that runs."""
@@ -38,23 +40,73 @@ class Once:
 
 
 Links = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+"""Of each operation of a phase ``after`` and ``after_loop``."""
 
-_LINKS: dict[int, tuple[KernelPlan, tuple[Links, Links]]] = {}
-"""By identity of the loop; the plan is kept so that it stays the same object."""
+Phases = tuple[tuple[Once, ...], tuple[Once, ...]]
 
 
-def _links_of(plan: KernelPlan) -> tuple[Links, Links]:
-    found = _LINKS.get(id(plan.loop))
-    if found is not None:
-        known = found[0]
-        if known.loop is plan.loop and known.prologue is plan.prologue and known.epilogue is plan.epilogue:
-            return found[1]
-    body = plan.loop.body
-    links = _once_links(plan.prologue, body, True), _once_links(plan.epilogue, body, False)
-    if len(_LINKS) > 10_000:
-        _LINKS.clear()
-    _LINKS[id(plan.loop)] = (plan, links)
-    return links
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """Prologue and epilogue as they are while HBM is idle, and what keeps their plan's identity.
+
+    ``loads`` are by phase (index, operation, cycles that L2 takes for it).
+    """
+
+    plan: KernelPlan
+    rates: Rates
+    phases: Phases
+    loads: tuple[tuple[tuple[int, Operation, float], ...], ...]
+
+
+_KNOWN: dict[tuple[int, int], _Known] = {}
+"""By identity of the rates and the loop."""
+
+
+def phases_of(plan: KernelPlan, rates: Rates, busy: float) -> Phases:
+    """Prologue and epilogue of ``plan``.
+
+    Q is read once, from HBM, which is as ``busy`` as :func:`fa4tune.model.timing.from_hbm` says.
+    """
+    known = _known(plan, rates)
+    phases = []
+    for idle, loads in zip(known.phases, known.loads, strict=True):
+        late = [(index, hbm_cycles(o, rates.gpu, busy) - cycles) for index, o, cycles in loads]
+        phase = list(idle)
+        for index, longer in late:
+            if longer > 0.0:
+                phase[index] = replace(idle[index], span=idle[index].span + longer)
+        phases.append(tuple(phase))
+    return phases[0], phases[1]
+
+
+def _known(plan: KernelPlan, rates: Rates) -> _Known:
+    key = id(rates), id(plan.loop)
+    found = _KNOWN.get(key)
+    if found is not None and found.rates is rates and _same_operations(found.plan, plan):
+        return found
+    warps = {role.name: role.warps for role in plan.roles}
+    phases, loads = [], []
+    for operations, first in ((plan.prologue, True), (plan.epilogue, False)):
+        durations = [rates.duration(operation, warps[operation.role]) for operation in operations]
+        loads.append(tuple([(n, o, durations[n].other) for n, o in enumerate(operations) if is_load(o)]))
+        links = _once_links(operations, plan.loop.body, first)
+        phases.append(
+            tuple(
+                [
+                    _once(o, from_hbm(duration, o, rates.gpu, 1.0, 0.0), link)
+                    for o, duration, link in zip(operations, durations, links, strict=True)
+                ]
+            )
+        )
+    found = _Known(plan, rates, (phases[0], phases[1]), tuple(loads))
+    if len(_KNOWN) > 10_000:
+        _KNOWN.clear()
+    _KNOWN[key] = found
+    return found
+
+
+def _same_operations(a: KernelPlan, b: KernelPlan) -> bool:
+    return a.loop is b.loop and a.prologue is b.prologue and a.epilogue is b.epilogue and a.roles == b.roles
 
 
 def _once_links(operations: tuple[Operation, ...], body: tuple[Operation, ...], prologue: bool) -> Links:
@@ -85,20 +137,23 @@ def _once_links(operations: tuple[Operation, ...], body: tuple[Operation, ...], 
 
 
 class Run:
-    """The state of one CTA while tiles run through it."""
+    """The state of one CTA while tiles run through it.
+
+    Args:
+        plan: the kernel.
+        timed: its loop.
+        gpu: the hardware.
+        phases: prologue and epilogue (:func:`phases_of`).
+        recorder: is told what runs.
+    """
 
     def __init__(
-        self,
-        plan: KernelPlan,
-        timed: Timed,
-        rates: Rates,
-        busy: float = 0.0,
-        recorder: Recorder | None = None,
+        self, plan: KernelPlan, timed: Timed, gpu: Gpu, phases: Phases, recorder: Recorder | None = None
     ) -> None:
         shape = timed.skeleton
         self._body, self._recorder, self._steps = plan.loop.body, recorder, shape.steps
         self._count = len(self._body)
-        self._barrier = rates.gpu.barrier_latency_clk
+        self._barrier = gpu.barrier_latency_clk
         self._ends: list[list[float]] = [[] for _ in range(self._count)]
         """End of each operation, as its reader sees it, by iteration over all tiles."""
         self._issued: list[list[float]] = [[] for _ in range(self._count)]
@@ -111,21 +166,7 @@ class Run:
         self._free: dict[str, float] = {}
         self._tile = 0
         self._deepest = max(step.lag for step in shape.steps)
-        warps = {role.name: role.warps for role in plan.roles}
-        self._phases = tuple(
-            tuple(
-                _once(
-                    operation,
-                    links,
-                    # Q is read once, from HBM
-                    from_hbm(
-                        rates.duration(operation, warps[operation.role]), operation, rates.gpu, 1.0, busy
-                    ),
-                )
-                for operation, links in zip(phase, phase_links, strict=True)
-            )
-            for phase, phase_links in zip((plan.prologue, plan.epilogue), _links_of(plan), strict=True)
-        )
+        self._phases = phases
 
     def tile(
         self, trips: int, values: Sequence[float], masked: int = 0, masked_values: Sequence[float] = ()
@@ -233,7 +274,7 @@ class Run:
                     recorder(body[operation].name, body[operation].role, self._tile, iteration, at, end)
 
 
-def _once(operation: Operation, links: tuple[tuple[int, ...], tuple[int, ...]], duration: Duration) -> Once:
+def _once(operation: Operation, duration: Duration, links: tuple[tuple[int, ...], tuple[int, ...]]) -> Once:
     span = duration.tensor + duration.section + duration.tmem + duration.other + duration.latency
     return Once(
         operation.name,

@@ -46,6 +46,7 @@ class Duration:
         yielding: of these, what gives way to other SMEM traffic that it meets.
         section: of the role's own instructions.
         hindered: how much longer that is where tensor cores work all the time.
+        dense: those of the section that are polynomials, which leave other warps no slots.
         tmem: of tensor-memory loads and stores that the role waits for.
         other: what no other role disturbs.
         latency: passes after the unit is free again.
@@ -105,12 +106,22 @@ def from_hbm(duration: Duration, operation: Operation, gpu: Gpu, miss: float, bu
     It arrives ``copy_miss_clk`` later, and no sooner than an SM's share of the bandwidth delivers it where
     the other SMs are loading too, which they are as often as HBM is ``busy``.
     """
-    if not miss or not operation.asynchronous or operation.mma or not operation.work.global_read_bytes:
+    if not miss or not is_load(operation):
         return duration
-    shared = busy * miss * operation.work.global_read_bytes / (gpu.hbm_bytes_per_clk * gpu.hbm_efficiency)
+    shared = miss * hbm_cycles(operation, gpu, busy)
     return replace(
         duration, other=max(duration.other, shared), latency=duration.latency + miss * gpu.copy_miss_clk
     )
+
+
+def is_load(operation: Operation) -> bool:
+    """Whether an operation is a bulk copy from global memory."""
+    return operation.asynchronous and not operation.mma and operation.work.global_read_bytes > 0
+
+
+def hbm_cycles(operation: Operation, gpu: Gpu, busy: float) -> float:
+    """Cycles in which HBM delivers what ``busy`` SMs' shares of an operation's loads ask for."""
+    return busy * operation.work.global_read_bytes / (gpu.hbm_bytes_per_clk * gpu.hbm_efficiency)
 
 
 def _duration(operation: Operation, warps: int, gpu: Gpu) -> Duration:
@@ -171,16 +182,21 @@ def _duration(operation: Operation, warps: int, gpu: Gpu) -> Duration:
     # A role of fewer warps than schedulers reaches its share of each unit only.
     part = min(1.0, warps / SCHEDULERS)
     exponentials = exp / part
-    polynomial = work.exp_emulated / 32 * 8.0
-    arithmetic = max(max(0.0, work.issue - work.exp / 32 - polynomial) / pace, fma / part, alu / part)
+    # polynomials stand where exponentials would, so that they hide under none
+    polynomial = max(
+        work.issue_emulated / pace,
+        work.fma_emulated / gpu.fma_per_clk / part,
+        work.alu_emulated / gpu.alu_per_clk / part,
+    )
+    arithmetic = max(
+        max(0.0, work.issue - work.exp / 32 - work.issue_emulated) / pace,
+        (work.fma - work.fma_emulated) / gpu.fma_per_clk / part,
+        (work.alu - work.alu_emulated) / gpu.alu_per_clk / part,
+    )
     longer, shorter = max(exponentials, arithmetic), min(exponentials, arithmetic)
     # element by element work leaves no dependent tail that its neighbours could not fill
     latency = gpu.arithmetic_latency_clk if chained else 0.0
-    if work.smem_generic_bytes and operation.unit == Unit.EXP and not work.tmem_store_bytes:
-        # P becomes visible to the tensor cores; what threads hand each other needs no fence
-        latency += gpu.smem_fence_clk
-    dense = polynomial / pace + work.exp_emulated / (32 * warps) * gpu.emulation_stall_clk
-    section, waited = dense + longer + (1.0 - gpu.exp_overlap) * shorter, tmem / part
+    section, waited = polynomial + longer + (1.0 - gpu.exp_overlap) * shorter, tmem / part
     if operation.unit == Unit.ALU:
         # maxima go over scores as they arrive
         section, waited = max(section, waited), 0.0
@@ -199,7 +215,7 @@ def _duration(operation: Operation, warps: int, gpu: Gpu) -> Duration:
         0.0,
         section,
         hindered,
-        work.exp_emulated / (32 * warps) * (6.0 / gpu.fma_beside_mma + 4.0 / gpu.alu_beside_mma),
+        polynomial,
         waited,
         work.smem_generic_bytes / gpu.smem_bytes_per_clk / part,
         latency,

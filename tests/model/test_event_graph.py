@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa4tune.errors import PlanError
-from fa4tune.model.event_graph import Arcs, contract, maximum_cycle_ratio, simulate, slacks
+from fa4tune.model.event_graph import Arcs, contract, exceeds, maximum_cycle_ratio, simulate, slacks
 
 Graph = tuple[Arcs, list[float]]
 
@@ -86,12 +86,23 @@ def test_cycle_returned_is_a_cycle_of_that_ratio(graph: Graph) -> None:
 
 
 @given(graphs(), st.data())
-@settings(max_examples=100, deadline=None)
-def test_any_starting_policy_gives_the_same_ratio(graph: Graph, data: st.DataObject) -> None:
+@settings(max_examples=200, deadline=None)
+def test_any_start_gives_the_same_ratio(graph: Graph, data: st.DataObject) -> None:
     arcs, weights = graph
-    policy = [data.draw(st.sampled_from(out)) if out else -1 for out in arcs.outgoing]
-    warm = maximum_cycle_ratio(arcs, weights, policy)
+    start = [data.draw(st.floats(-1e4, 1e4)) for _ in range(arcs.nodes)]
+    warm = maximum_cycle_ratio(arcs, weights, potentials=start)
     assert warm.ratio == pytest.approx(maximum_cycle_ratio(arcs, weights).ratio)
+
+
+@given(graphs(), st.floats(0.0, 200.0))
+@settings(max_examples=200, deadline=None)
+def test_no_cycle_is_named_where_none_is_above_the_ratio_asked_for(graph: Graph, asked: float) -> None:
+    arcs, weights = graph
+    largest = ratio_by_enumeration(arcs, weights)
+    answer = maximum_cycle_ratio(arcs, weights, asked)
+    assert answer.ratio == pytest.approx(max(asked, largest))
+    if abs(largest - asked) > 1e-6:
+        assert bool(answer.cycle) == exceeds(arcs, weights, asked) == (largest > asked)
 
 
 @given(graphs())

@@ -8,47 +8,21 @@ import random
 import pytest
 
 from fa4tune.errors import PlanError
-from fa4tune.hardware.gpu import Gpu, load_gpu
 from fa4tune.kernels.plan import Dependency, Loop, Mma, Operation, Order, Unit, Work
-from fa4tune.model.pipeline import Timed, alone, rescale_rate, skeleton, solve
+from fa4tune.model.event_graph import simulate
+from fa4tune.model.pipeline import alone, rescale_rate, settle, solve
+from fa4tune.model.product_queue import queued
+from fa4tune.model.skeleton import skeleton
 from fa4tune.model.timing import UNITS, rates_of
-
-
-def plain_gpu(**changes: float) -> Gpu:
-    """An H200 without latencies, so that periods can be added up by hand."""
-    zero = dict.fromkeys(
-        ("mma_latency_clk", "barrier_latency_clk", "arithmetic_latency_clk", "copy_latency_clk"), 0.0
-    )
-    zero["mma_start_clk"] = 0.0
-    base = {"warp_issue_per_clk": 1.0, "exp_overlap": 1.0, "contention": 1.0, "section_contention": 1.0}
-    base["smem_conflict"] = 0.0
-    return dataclasses.replace(load_gpu("h200"), **{**zero, **base, **changes})
-
-
-def exponentials(name: str, role: str, cycles: int) -> Operation:
-    return Operation(name, role, Unit.EXP, Work(exp=16 * cycles))
-
-
-def product(name: str, role: str, cycles: int) -> Operation:
-    return Operation(
-        name, role, Unit.TENSOR, Work(mma_flops=4096 * cycles), (Mma(64, 8, 16, 1),), asynchronous=True
-    )
-
-
-def solved(loop: Loop, gpu: Gpu, copies: int = 1, warps: int = 4) -> Timed:
-    rates = rates_of(gpu)
-    durations = [rates.duration(operation, warps) for operation in loop.body]
-    return solve(skeleton(loop), durations, [1.0] * len(loop.body), rates, copies)
-
-
-def chain(groups: int, mma: int, softmax: int) -> Loop:
-    """Roles that each alternate a matrix product and a softmax that needs it."""
-    body, dependencies, orders = [], [], []
-    for g in range(groups):
-        body += [product(f"qk{g}", f"mma{g}", mma), exponentials(f"exp{g}", f"mma{g}", softmax)]
-        dependencies.append(Dependency(f"qk{g}", f"exp{g}"))
-        orders.append(Order(f"mma{g}", (f"qk{g}", f"exp{g}")))
-    return Loop(tuple(body), tuple(dependencies), tuple(orders))
+from tests.model.loops import (
+    chain,
+    durations_of,
+    exponentials,
+    plain_gpu,
+    product,
+    random_attention,
+    solved,
+)
 
 
 def test_one_role_alternates_product_and_softmax() -> None:
@@ -137,7 +111,7 @@ def test_ring_of_stages_limits_by_latency() -> None:
 
 
 def ringed(groups: int, stages: int) -> Loop:
-    """:func:`chain` with operands that a ring of ``stages`` brings, without latency."""
+    """:func:`chain` with operands that a ring of ``stages`` brings."""
     plain = chain(groups, 300, 700)
     load = Operation("load", "load", Unit.L2, Work(), asynchronous=True)
     dependencies = [*plain.dependencies]
@@ -146,12 +120,18 @@ def ringed(groups: int, stages: int) -> Loop:
     return Loop((load, *plain.body), tuple(dependencies), (Order("load", ("load",)), *plain.orders))
 
 
-def test_a_ring_of_one_stage_keeps_its_readers_in_step() -> None:
-    # both wait for the same load, so each product and each section meets the other's: 2 (300 + 700)
-    gpu = plain_gpu()
-    assert solved(ringed(2, 1), gpu).period == pytest.approx(2000, rel=2e-3)
-    assert solved(ringed(2, 2), gpu).period < 1900
-    assert solved(ringed(1, 1), gpu).period == pytest.approx(1000)
+def test_a_ring_of_one_stage_that_binds_keeps_its_readers_in_step() -> None:
+    # both wait for the same load, so each product meets the other's: 1500 + 2 * 300
+    gpu = plain_gpu(copy_latency_clk=1500.0)
+    assert solved(ringed(2, 1), gpu).period == pytest.approx(2100)
+    assert solved(ringed(1, 1), gpu).period == pytest.approx(1800)
+
+
+def test_a_ring_that_does_not_bind_leaves_its_readers_at_random() -> None:
+    for gpu in (plain_gpu(), plain_gpu(copy_latency_clk=200.0)):
+        assert solved(ringed(2, 1), gpu).period == pytest.approx(solved(ringed(2, 9), gpu).period, rel=1e-3)
+    # 1500 + 300 (1 + busy of the other), not in step, where two stages bring every other load ahead
+    assert solved(ringed(2, 2), plain_gpu(copy_latency_clk=1500.0)).period < 1700
 
 
 def test_another_cta_breaks_the_step() -> None:
@@ -249,3 +229,92 @@ def test_rescale_rate_falls_with_threshold_and_length() -> None:
     assert rescale_rate(0.0, 64) < rescale_rate(0.0, 8)
     assert rescale_rate(8.0, 64) < 1e-4
     assert rescale_rate(1.0, 16) > rescale_rate(2.0, 16)
+
+
+@pytest.mark.parametrize("latency", [0.0, 36.0, 200.0])
+def test_handing_the_turn_over_costs_its_latency(latency: float) -> None:
+    # products of 10 cycles that wait for nothing but their turn: two hand-overs an iteration
+    gpu = plain_gpu(turn_latency_clk=latency)
+    body = tuple(product(f"qk{g}", f"m{g}", 10) for g in range(2))
+    loop = Loop(body, (), (Order("m0", ("qk0",)), Order("m1", ("qk1",)), Order("turn", ("qk0", "qk1"))))
+    assert solved(loop, gpu).period == pytest.approx(max(20.0, 2 * latency))
+
+
+def test_a_queue_hands_nothing_over() -> None:
+    loop, gpu = chain(3, 300, 700), plain_gpu(turn_latency_clk=900.0)
+    order = queued(loop)
+    assert order is not None
+    assert solved(order, gpu).period == pytest.approx(solved(order, plain_gpu()).period)
+    turns = dataclasses.replace(loop, orders=(*loop.orders, Order("turn", order.orders[-1].operations)))
+    assert solved(turns, gpu).period > solved(order, gpu).period
+
+
+def random_gpu(rng: random.Random) -> dict[str, float]:
+    """Latencies and constants of sharing, anywhere in their ranges."""
+    clocks = ("barrier_latency_clk", "turn_latency_clk", "mma_latency_clk", "copy_latency_clk")
+    parts = ("exp_beside_mma", "contention", "section_contention", "smem_conflict")
+    return {
+        **{name: rng.uniform(0.0, 400.0) for name in clocks},
+        **{name: rng.uniform(0.3, 1.0) for name in parts},
+    }
+
+
+def test_roles_queue_up_only_where_that_is_quicker() -> None:
+    rng = random.Random(2)
+    queueing = 0
+    for _ in range(150):
+        loop, gpu = random_attention(rng), plain_gpu(**random_gpu(rng))
+        durations, ones, rates = durations_of(loop, gpu), [1.0] * len(loop.body), rates_of(gpu)
+        at_random, order = solve(skeleton(loop), durations, ones, rates), queued(loop)
+        found = settle(loop, durations, ones, rates)
+        if order is None:
+            assert found.period == at_random.period
+            continue
+        in_order = solve(skeleton(order), durations, ones, rates)
+        assert found.period == pytest.approx(min(at_random.period, in_order.period), rel=1e-6)
+        queueing += found.skeleton is skeleton(order)
+    assert 20 < queueing < 110
+
+
+@pytest.mark.parametrize("turns", ["none", "qk", "all"])
+def test_the_period_is_the_ratio_of_its_cycle_and_no_other_is_larger(turns: str) -> None:
+    # the steady state by definition: run the arcs at the cycles that the rule gives at this period
+    rng = random.Random(3)
+    for _ in range(60):
+        loop, gpu = random_attention(rng, turns), plain_gpu(**random_gpu(rng))
+        timed = solved(loop, gpu, copies=rng.choice([1, 1, 2]))
+        shape = timed.skeleton
+        weights = [timed.values[value] for value in shape.values]
+        starts = simulate(shape.arcs, weights, 421)
+        growth = max(b - a for a, b in zip(starts[60], starts[420], strict=True)) / 360
+        assert growth == pytest.approx(timed.ratio, rel=2e-3)
+        around = sum(weights[arc] for arc in timed.cycle)
+        assert around / sum(shape.arcs.distances[arc] for arc in timed.cycle) == pytest.approx(timed.ratio)
+        assert timed.period >= timed.ratio * (1 - 1e-12)
+        assert timed.period >= max(timed.totals) * (1 - 1e-12)
+
+
+def test_any_start_gives_the_same_steady_state() -> None:
+    rng = random.Random(4)
+    for _ in range(60):
+        loop, gpu = random_attention(rng), plain_gpu(**random_gpu(rng))
+        rates, shape = rates_of(gpu), skeleton(loop)
+        durations = durations_of(loop, gpu)
+        ones, halves = [1.0] * len(loop.body), [rng.uniform(0.1, 1.0) for _ in loop.body]
+        other = solve(shape, durations, halves, rates)
+        cold, warm = solve(shape, durations, ones, rates), solve(shape, durations, ones, rates, start=other)
+        assert warm.period == pytest.approx(cold.period, rel=1e-7)
+        assert warm.ratio == pytest.approx(cold.ratio, rel=1e-7)
+
+
+def test_a_longer_operation_never_shortens_the_period() -> None:
+    rng = random.Random(5)
+    for _ in range(90):
+        loop, gpu = random_attention(rng), plain_gpu(**random_gpu(rng))
+        if skeleton(loop).in_step:
+            continue  # it may take the load off the critical cycle, and the roles out of step
+        longer = list(loop.body)
+        at = rng.randrange(len(longer))
+        longer[at] = dataclasses.replace(longer[at], work=longer[at].work * 2)
+        grown = dataclasses.replace(loop, body=tuple(longer))
+        assert solved(grown, gpu).period >= solved(loop, gpu).period * (1 - 1e-7)

@@ -13,9 +13,10 @@ from fa4tune.kernels.config import default_config
 from fa4tune.kernels.plan import KernelPlan
 from fa4tune.kernels.program import build_plan
 from fa4tune.kernels.tiles import HeadTrips, m_blocks, tile_trips
-from fa4tune.model.predict import load_of, parts_of
+from fa4tune.model.predict import load_of
 from fa4tune.model.roofline import head_trips
 from fa4tune.model.schedule import FEW_EQUAL, L2_SECTION_BYTES, first_touch, hbm_bytes, makespan, workers
+from fa4tune.model.steady import parts_of
 from fa4tune.problem import AttentionProblem
 
 

@@ -587,6 +587,9 @@ def exponential_work(
             + minima
             + 4
         ),
+        fma_emulated=rows * emulated * (3 + degree),
+        alu_emulated=rows * 2 * emulated,
+        issue_emulated=warps * polynomial * (7 + degree),
         tmem_store_bytes=rows * columns * 2,
     )
 

@@ -431,6 +431,9 @@ def _exponential_work(shape: Shape, start: int, end: int, *, convert: bool) -> W
         fma=WARPGROUP * (2 * count + emulated * (3 + shape.degree)),
         alu=WARPGROUP * (pairs + 2 * emulated),
         issue=WARPS * (2 * count + (count - emulated) + pairs + emulated * (5 + shape.degree)),
+        fma_emulated=WARPGROUP * emulated * (3 + shape.degree),
+        alu_emulated=WARPGROUP * 2 * emulated,
+        issue_emulated=WARPS * emulated * (5 + shape.degree),
     )
 
 
