@@ -107,7 +107,7 @@ def show(label: str, result: Accuracy) -> None:
 
 
 def split(gpu: Gpu, path: Path) -> tuple[list[Sample], list[Sample], str]:
-    """(samples to judge on, the others, what the first are): judged shapes, or every other of the campaign."""
+    """(samples to judge on, the others, what the first are): judged shapes, or half of the campaign."""
     found = samples(read_trials(DATA), gpu)
     if path.is_file():
         seen = {str(s.problem) for s in found}

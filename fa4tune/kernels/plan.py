@@ -35,9 +35,9 @@ class Work:
     """Integer work of an operation, by path. All zero by default; adds and scales.
 
     ``exp_emulated`` counts elements whose power of two is a polynomial; their instructions are also in
-    ``fma``, ``alu`` and ``issue``, and are all that ``fma_emulated``, ``alu_emulated`` and ``issue_emulated``
-    count. ``fma`` and ``alu`` count elements (lanes), ``issue`` warp instructions: all of these are estimates,
-    checked against machine code within a tolerance; the others are exact.
+    ``fma``, ``alu`` and ``issue``, and are all that ``fma_emulated``, ``alu_emulated`` and
+    ``issue_emulated`` count. ``fma`` and ``alu`` count elements (lanes), ``issue`` warp instructions: all of
+    these are estimates, checked against machine code within a tolerance; the others are exact.
     """
 
     mma_flops: int = 0

@@ -25,6 +25,7 @@ by turns meets only work outside that order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from math import inf, sqrt
 from operator import mul
 from typing import NamedTuple
@@ -187,42 +188,52 @@ class Sharing:
     def factors(self, period: float, met: Sequence[float]) -> Factors | None:
         """How much longer work takes; None where a role's work at a station would not fit into the period."""
         stretch = self.unshared()
-        gpu = self.demand.gpu
+        gpu, holding = self.demand.gpu, self.demand.holding
+        held = [cycles / period for cycles in holding] if holding else nothing_held(len(stretch))
         if self._sections:
             longer = self.demand.slower
             sections = [(group, cycles + longer[group] * met[group]) for group, cycles in self._sections]
-            if not self._meet(stretch, SECTION, sections, gpu.section_contention, period):
+            if not self._meet(stretch, SECTION, sections, gpu.section_contention, period, held):
                 return None
-        if self._tmem and not self._meet(stretch, TMEM, self._tmem, gpu.contention, period):
+        if self._tmem and not self._meet(stretch, TMEM, self._tmem, gpu.contention, period, held):
             return None
         if self._by_turns:
             if not self._meet_by_turns(stretch, gpu.contention, period):
                 return None
-        elif self._tensor and not self._meet(stretch, TENSOR, self._tensor, gpu.contention, period):
-            return None
-        for group, cycles in enumerate(self.demand.holding):
-            if self.demand.sections[group]:
-                for station in (TENSOR, SECTION, TURNS):
-                    stretch[group][station] += cycles / period
+        elif self._tensor:
+            return (
+                stretch if self._meet(stretch, TENSOR, self._tensor, gpu.contention, period, held) else None
+            )
+        for factors, extra in zip(stretch, held, strict=True):
+            factors[TENSOR] += extra
+            factors[TURNS] += extra
         return stretch
 
     def _meet(
-        self, stretch: Factors, station: int, roles: list[tuple[int, float]], contention: float, period: float
+        self,
+        stretch: Factors,
+        station: int,
+        roles: list[tuple[int, float]],
+        contention: float,
+        period: float,
+        held: Sequence[float],
     ) -> bool:
         """Factors of ``roles`` at a station: with busy fractions ``b = w f / P`` and their sum ``B``,
-        ``f = 1 + c (copies B - b)``; False where a role would be busier than all the time.
+        ``f = 1 + held + c (copies B - b)``; False where a role would be busier than all the time.
         """
         if self.in_step:
             for group, own in roles:
                 met = sum([min(1.0, cycles / own) for _, cycles in roles]) - 1.0
-                stretch[group][station] = 1.0 + contention * met
+                stretch[group][station] = 1.0 + held[group] + contention * met
             return True
-        shares = sum([cycles / (period + contention * cycles) for _, cycles in roles])
-        room = 1.0 - contention * self.demand.copies * shares
+        copies = contention * self.demand.copies
+        room = 1.0 - copies * sum([cycles / (period + contention * cycles) for _, cycles in roles])
         if room <= 0.0:
             return False
+        alone = sum([cycles * (1.0 + held[g]) / (period + contention * cycles) for g, cycles in roles])
+        everyone = copies * alone / room
         for group, cycles in roles:
-            factor = period / ((period + contention * cycles) * room)
+            factor = period * (1.0 + held[group] + everyone) / (period + contention * cycles)
             if cycles * factor > period * (1.0 + 1e-9):
                 return False
             stretch[group][station] = factor
@@ -362,6 +373,12 @@ class Sharing:
     def period_of(self, along: Along, least: float, start: float) -> float:
         """The period, at least ``least``, at which a cycle takes no longer than the period itself."""
         return fixed_point(lambda period: self.ratio(along, period), least, start)
+
+
+@lru_cache
+def nothing_held(roles: int) -> tuple[float, ...]:
+    """What polynomials hold roles up where there are none."""
+    return (0.0,) * roles
 
 
 def own_products(
