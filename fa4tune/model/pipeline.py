@@ -30,6 +30,9 @@ from fa4tune.model.timing import Duration, Rates
 CONVERGED = 1e-8
 """Part of a period by which a cycle must be longer to replace another one."""
 
+ATTEMPTS = 200
+"""Cycles to try. Each is longer than the one before, and a handful is usual."""
+
 
 @dataclass(slots=True)
 class Timed:
@@ -160,7 +163,7 @@ def _longest(sharing: Sharing, cycle: tuple[int, ...], potentials: Sequence[floa
     """The steady state, from any cycle of the contracted graph and a guess at the period."""
     shape, demand = sharing.shape, sharing.demand
     period = demand.least
-    while True:
+    for _ in range(ATTEMPTS):
         period = sharing.period_of(sharing.along(shape.along(cycle)), period, guess)
         met = sharing.met(period)
         stretch = sharing.factors(period, met)
