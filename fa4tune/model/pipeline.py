@@ -159,11 +159,11 @@ def _solved(sharing: Sharing, start: Timed | None = None) -> Timed:
     return found
 
 
-def _longest(sharing: Sharing, cycle: tuple[int, ...], potentials: Sequence[float], guess: float) -> Timed:
+def _longest(sharing: Sharing, cycle: tuple[int, ...], potentials: list[float], guess: float) -> Timed:
     """The steady state, from any cycle of the contracted graph and a guess at the period."""
     shape, demand = sharing.shape, sharing.demand
-    period = demand.least
-    for _ in range(ATTEMPTS):
+    period, attempts = demand.least, 0
+    while True:
         period = sharing.period_of(sharing.along(shape.along(cycle)), period, guess)
         met = sharing.met(period)
         stretch = sharing.factors(period, met)
@@ -176,7 +176,8 @@ def _longest(sharing: Sharing, cycle: tuple[int, ...], potentials: Sequence[floa
         potentials = answer.potentials
         if answer.cycle:
             cycle, ratio = answer.cycle, answer.ratio
-        if ratio <= period * (1.0 + CONVERGED):
+        attempts += 1
+        if ratio <= period * (1.0 + CONVERGED) or attempts == ATTEMPTS:
             break
         guess = 0.5 * (period + ratio)
     return Timed(
