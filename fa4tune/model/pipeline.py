@@ -30,6 +30,9 @@ from fa4tune.model.timing import Duration, Rates
 CONVERGED = 1e-8
 """Part of a period by which a cycle must be longer to replace another one."""
 
+ATTEMPTS = 200
+"""Cycles to try. Each is longer than the one before, and a handful is usual."""
+
 
 @dataclass(slots=True)
 class Timed:
@@ -156,10 +159,10 @@ def _solved(sharing: Sharing, start: Timed | None = None) -> Timed:
     return found
 
 
-def _longest(sharing: Sharing, cycle: tuple[int, ...], potentials: Sequence[float], guess: float) -> Timed:
+def _longest(sharing: Sharing, cycle: tuple[int, ...], potentials: list[float], guess: float) -> Timed:
     """The steady state, from any cycle of the contracted graph and a guess at the period."""
     shape, demand = sharing.shape, sharing.demand
-    period = demand.least
+    period, attempts = demand.least, 0
     while True:
         period = sharing.period_of(sharing.along(shape.along(cycle)), period, guess)
         met = sharing.met(period)
@@ -173,7 +176,8 @@ def _longest(sharing: Sharing, cycle: tuple[int, ...], potentials: Sequence[floa
         potentials = answer.potentials
         if answer.cycle:
             cycle, ratio = answer.cycle, answer.ratio
-        if ratio <= period * (1.0 + CONVERGED):
+        attempts += 1
+        if ratio <= period * (1.0 + CONVERGED) or attempts == ATTEMPTS:
             break
         guess = 0.5 * (period + ratio)
     return Timed(

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa4tune.kernels.plan import Dependency, Loop, Operation, Order, Unit, Work
+from fa4tune.model.event_graph import maximum_cycle_ratio
 from fa4tune.model.sharing import SECTION, STATIONS, TENSOR, TMEM, TURNS, Demand, Sharing, fixed_point
 from fa4tune.model.skeleton import skeleton
 from tests.model.loops import chain, durations_of, exponentials, plain_gpu, product, random_attention, solved
@@ -68,6 +69,35 @@ def test_a_period_too_short_for_what_a_role_does_has_no_factors() -> None:
     assert sharing.factors(period, sharing.met(period)) is not None
 
 
+@pytest.mark.parametrize("turns", ["none", "qk", "all"])
+def test_a_cycle_takes_what_its_arcs_weigh(turns: str) -> None:
+    rng = random.Random(8)
+    clocks = ("turn_latency_clk", "barrier_latency_clk", "mma_latency_clk", "copy_latency_clk")
+    for _ in range(40):
+        loop = random_attention(rng, turns)
+        gpu = plain_gpu(
+            exp_beside_mma=0.6, smem_conflict=0.5, **{name: rng.uniform(0, 500) for name in clocks}
+        )
+        shape, weights = skeleton(loop), [rng.choice([1.0, 1.0, 0.3]) for _ in loop.body]
+        sharing = Sharing(shape, Demand(shape, durations_of(loop, gpu), weights, gpu, rng.choice([1, 2])))
+        period = sharing.roomy() * rng.uniform(1.0, 2.0)
+        met = sharing.met(period)
+        stretch = sharing.factors(period, met)
+        assert stretch is not None
+        values = sharing.values(period, met, stretch)
+        in_core = shape.core_weights(values)
+        for start in (-1.0, 0.0):  # the largest cycle, under any weights, is as good as another one
+            cycle = maximum_cycle_ratio(shape.core, [w * rng.random() for w in in_core], start).cycle
+            arcs = shape.along(cycle)
+            around = sum(values[shape.values[arc]] for arc in arcs) / sum(
+                shape.arcs.distances[a] for a in arcs
+            )
+            assert sharing.ratio(sharing.along(arcs), period) == pytest.approx(around, rel=1e-9)
+            assert sum(in_core[arc] for arc in cycle) == pytest.approx(
+                sum(values[shape.values[arc]] for arc in arcs), rel=1e-9
+            )
+
+
 def one_role(covered: bool, tensor: int, section: int) -> Loop:
     """A product and a section that runs under it, or waits for it."""
     return Loop(
@@ -123,6 +153,22 @@ def test_products_of_another_role_slow_a_section_as_often_as_they_run(
     total = section + tensor * (1.0 - beside)
     assert timed.period == pytest.approx(max(chain, total, tensor), rel=1e-8)
     assert timed.span(1) == pytest.approx(section + hindered * min(1.0, tensor / timed.period))
+
+
+def test_only_what_own_products_leave_is_hindered_by_those_of_others() -> None:
+    # 300 of the 900 run beside own products and take 300 more; the other 600 meet products of 500 in P cycles
+    body = (product("qk", "m", 300), exponentials("exp", "m", 900), product("other", "n", 500))
+    loop = Loop(body, (), (Order("m", ("qk", "exp")), Order("n", ("other",))))
+    period = solved(loop, plain_gpu(exp_beside_mma=0.5, contention=0.0)).period
+    assert period == pytest.approx(600 + (600**2 + 600 * 500) ** 0.5, rel=1e-8)
+
+
+def test_sections_share_what_they_take_beside_products() -> None:
+    # two roles with w = 600 + 600 * 400 / P and nothing else share evenly: P = 2 w
+    body = (*(exponentials(f"exp{g}", f"s{g}", 600) for g in range(2)), product("qk", "m", 400))
+    orders = (*(Order(f"s{g}", (f"exp{g}",)) for g in range(2)), Order("m", ("qk",)))
+    period = solved(Loop(body, (), orders), plain_gpu(exp_beside_mma=0.5)).period
+    assert period == pytest.approx(600 + (600**2 + 2 * 600 * 400) ** 0.5, rel=1e-8)
 
 
 def test_a_pipe_is_full_when_its_work_and_what_products_take_from_it_fill_the_period() -> None:
