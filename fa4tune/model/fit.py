@@ -199,7 +199,7 @@ def _solve(
         loss="soft_l1",
         f_scale=0.05,
         diff_step=0.02,
-        max_nfev=12,
+        max_nfev=8,
     )
     return np.asarray(low + answer.x * (high - low))
 
