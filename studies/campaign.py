@@ -2,7 +2,8 @@
 
 The model is fitted to these records. It is judged on others: `--set judged` names 20 more shapes (lengths,
 batches and head counts of their own, random configs of their own), which no fit and no choice of a mechanism
-has seen. `--set fresh` are 20 that an earlier model was judged on; mechanisms were compared on them since.
+has seen. `--set fresh` and `second` are 20 each that earlier models were judged on, and that
+mechanisms were compared on since.
 Lengths are runtime arguments, so the configs of a (head dim, mask) share their compiled objects over all its
 shapes.
 
@@ -38,8 +39,9 @@ from fa4tune.search.transfer import export, load_results
 
 DATA = Path(__file__).parent / "data" / "campaign.jsonl"
 FRESH_DATA = DATA.with_name("campaign_fresh.jsonl")
+SECOND_DATA = DATA.with_name("campaign_second.jsonl")
 JUDGED_DATA = DATA.with_name("campaign_judged.jsonl")
-SETS = {"fit": DATA, "fresh": FRESH_DATA, "judged": JUDGED_DATA}
+SETS = {"fit": DATA, "fresh": FRESH_DATA, "second": SECOND_DATA, "judged": JUDGED_DATA}
 """Sets of shapes and their files."""
 
 CONFIGS_A_CLASS = 28
@@ -70,16 +72,25 @@ FRESH_SHAPES = {
 }
 """Shapes that an earlier model was judged on; mechanisms have been compared on them since."""
 
-JUDGED_SHAPES = {
+SECOND_SHAPES = {
     768: (24, 1, 1),
     1280: (5, 1, 2),
     2560: (6, 1, 8),
     5120: (3, 2, 1),
     12288: (2, 4, 1),
 }
+"""Again, of a later model; that a queue orders roles only in part, and power of L2, came from these."""
+
+JUDGED_SHAPES = {
+    896: (12, 1, 1),
+    1792: (4, 1, 8),
+    3584: (4, 2, 2),
+    7168: (1, 1, 4),
+    14336: (1, 2, 1),
+}
 """Shapes that the model is judged on; nothing was fitted to them, and no mechanism chosen by them."""
 
-SHAPES_OF = {"fit": SHAPES, "fresh": FRESH_SHAPES, "judged": JUDGED_SHAPES}
+SHAPES_OF = {"fit": SHAPES, "fresh": FRESH_SHAPES, "second": SECOND_SHAPES, "judged": JUDGED_SHAPES}
 
 
 def pause_us(gpu: Gpu) -> float:

@@ -59,7 +59,7 @@ class Gpu:
 
     ``mma_clock`` is the true SM clock over the one that the driver shows while tensor cores work.
     ``active_watts`` and ``tensor_watts`` are the power at ``max_clock_mhz`` of busy SMs without matrix work
-    and what fully busy tensor cores add.
+    and what fully busy tensor cores add, ``l2_watts`` what moving ``l2_bytes_per_clk`` to every SM adds.
     """
 
     name: str
@@ -111,6 +111,7 @@ class Gpu:
     mma_clock: float
     active_watts: float
     tensor_watts: float
+    l2_watts: float
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property

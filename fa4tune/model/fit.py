@@ -56,7 +56,8 @@ CONSTANTS = (
     ),
     Constant("launch_us", 2.0, 6.0, "3.4 between two events around an empty kernel, and cold caches"),
     Constant("active_watts", 300.0, 800.0, "from a softmax without matrix work to a sweep through HBM"),
-    Constant("tensor_watts", 500.0, 1300.0, "around the 1,150 of matmuls alone on random values"),
+    Constant("tensor_watts", 200.0, 1300.0, "up to the 1,150 of matmuls alone on random values"),
+    Constant("l2_watts", 0.0, 900.0, "0 to 60 picojoules a byte; a sweep through HBM and L2 takes 80"),
 )
 """All that is ever fitted. What a pipe does in a clock, alone and beside tensor cores, is measured and stays
 out."""

@@ -17,11 +17,11 @@ Two things are not known beforehand:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import exp, inf, log
 
 from fa4tune.kernels.plan import Loop
-from fa4tune.model.event_graph import exceeds, maximum_cycle_ratio, slacks
+from fa4tune.model.event_graph import maximum_cycle_ratio, slacks
 from fa4tune.model.product_queue import queued
 from fa4tune.model.sharing import Demand, Factors, Sharing
 from fa4tune.model.skeleton import Skeleton, skeleton
@@ -57,6 +57,19 @@ class Timed:
     tensor_total: float
     core_cycle: tuple[int, ...] = field(repr=False)
     potentials: list[float] = field(repr=False)
+    looseness: float = 1.0
+    """How many times longer everything takes because roles keep an order only some of the time."""
+
+    def loosened(self, factor: float) -> Timed:
+        """The same with everything ``factor`` times as long."""
+        return replace(
+            self,
+            values=[cycles * factor for cycles in self.values],
+            period=self.period * factor,
+            ratio=self.ratio * factor,
+            potentials=[cycles * factor for cycles in self.potentials],
+            looseness=self.looseness * factor,
+        )
 
     def played(self) -> list[float]:
         """``values`` as a run should take them: all longer alike where a unit's total binds, not a cycle."""
@@ -101,21 +114,23 @@ def rescale_rate(threshold: float, trips: int) -> float:
 def settle(
     loop: Loop, durations: Sequence[Duration], weights: Sequence[float], rates: Rates, copies: int = 1
 ) -> Timed:
-    """The steady state that roles fall into: at random phase or, where that is quicker, one after the other.
+    """The steady state that roles fall into: at random phase or, where that is quicker, partly in a queue.
 
-    Arguments as of :func:`solve`.
+    A queue keeps roles in order only while it is not empty, which it is as often as the tensor cores are idle;
+    then chance has them. Arguments as of :func:`solve`.
     """
     shape = skeleton(loop)
     demand = Demand(shape, durations, weights, rates.gpu, copies)
-    random = Sharing(shape, demand)
+    at_random = _solved(Sharing(shape, demand))
     ordered = queued(loop) if copies == 1 else None
     if ordered is None:
-        return _solved(random)
+        return at_random
     in_order = _solved(Sharing(skeleton(ordered), demand))
-    if not shape.in_step and _takes_longer(random, in_order.period):
-        return in_order
-    at_random = _solved(random)
-    return in_order if in_order.period < at_random.period else at_random
+    if at_random.period <= in_order.period:
+        return at_random
+    full = min(1.0, in_order.tensor_total / in_order.period)
+    period = full * in_order.period + (1.0 - full) * at_random.period
+    return in_order.loosened(period / in_order.period)
 
 
 def solve(
@@ -193,17 +208,6 @@ def _longest(sharing: Sharing, cycle: tuple[int, ...], potentials: list[float], 
         tensor_total=sharing.tensor_total(period),
         core_cycle=cycle,
         potentials=potentials,
-    )
-
-
-def _takes_longer(sharing: Sharing, period: float) -> bool:
-    """Whether the loop's own period is longer than ``period``."""
-    met = sharing.met(period)
-    stretch = sharing.factors(period, met)
-    if stretch is None:
-        return True
-    return exceeds(
-        sharing.shape.core, sharing.shape.core_weights(sharing.values(period, met, stretch)), period
     )
 
 

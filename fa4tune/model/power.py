@@ -2,7 +2,7 @@
 
 Dynamic power grows as clock times voltage squared, and voltage about as the clock, so that
 
-    power = (busy * active_watts + tensor * tensor_watts) * (clock / highest clock) ** 3
+    power = (busy * active_watts + tensor * tensor_watts + l2 * l2_watts) * (clock / highest clock) ** 3
 
 While tensor cores work, the clock is ``mma_clock`` of what the driver shows (``studies/clock_in_turns.py``).
 """
@@ -18,15 +18,16 @@ PAUSE_WATTS = 300.0
 idle and 550 W of a sweep through HBM."""
 
 
-def full_watts(gpu: Gpu, busy: float, tensor: float) -> float:
+def full_watts(gpu: Gpu, busy: float, tensor: float, l2: float) -> float:
     """Power at the highest clock.
 
     Args:
         gpu: the hardware file.
         busy: share of SM time with a CTA at work.
         tensor: share of time that tensor cores are busy.
+        l2: bytes that move from L2 to SMs, as a share of ``l2_bytes_per_clk``.
     """
-    return busy * gpu.active_watts + tensor * gpu.tensor_watts
+    return busy * gpu.active_watts + tensor * gpu.tensor_watts + l2 * gpu.l2_watts
 
 
 def clock_mhz(gpu: Gpu, watts: float) -> float:

@@ -36,6 +36,8 @@ BOUND_WORDS = {
 }
 """What :attr:`Prediction.bound` says for a saturated unit."""
 
+L2 = UNITS.index(Unit.L2)
+
 SATURATED = 0.97
 """A unit this busy in the steady state is what binds; below, the chain of the critical cycle is."""
 
@@ -217,7 +219,7 @@ def predict(plan: KernelPlan, gpu: Gpu) -> Prediction:
     sm_cycles = compute * gpu.sm_count
     tensor = work * totals[0] / sm_cycles
     busy = span.busy * min(1.0, places * plan.ctas_per_tile / (gpu.sm_count * copies))
-    watts = full_watts(gpu, busy, tensor)
+    watts = full_watts(gpu, busy, tensor, work * totals[L2] / sm_cycles)
     clock = clock_mhz(gpu, watts)
     compute_us = compute / clock
     memory_us = traffic / (gpu.hbm_gbytes_per_s * 1e3 * gpu.hbm_efficiency)

@@ -171,7 +171,7 @@ def _settled(plan: KernelPlan, rates: Rates, rate: float, miss: float, busy: flo
     masked, absent = None, 0.0
     if masks:
         with_masks = [1.0 if o.when == "masked" else w for o, w in zip(body, weights, strict=True)]
-        masked = solve(plain.skeleton, durations, with_masks, rates, copies, plain)
+        masked = solve(plain.skeleton, durations, with_masks, rates, copies, plain).loosened(plain.looseness)
         parts = parts_of(plan)
         if parts > 1:
             absent = max(0.0, plain.period - alone(plain, rates, weights)) / (parts - 1)
