@@ -64,6 +64,15 @@ MOST = 0.8
 IDLE = 0.2
 """Idle CTAs beyond this part of the time are worth a sentence."""
 
+BOUND_RATES = {
+    "tensor cores": "mma",
+    "exponential unit": "exp",
+    "shared memory": "smem",
+    "tensor memory": "tmem",
+    "L2": "l2",
+}
+"""The rate of each unit that a prediction can be bound by."""
+
 OUTSIDE = "where tiles start and end, and where some warps have no work in an iteration"
 BESIDE = {"hbm": "where tiles start, and keys, values and queries come from HBM"}
 """Where a rate counts that does not shorten the loop's period; by rate, else ``OUTSIDE``."""
@@ -282,6 +291,11 @@ def _what_helps(explanation: Explanation) -> str:
     text = f"Of the GPU's rates, more of these would help most: {named}."
     if prediction.bound not in ("launch", "memory") and not explanation.eases_loop:
         text += f" The first counts beside the steady state of the loop: {BESIDE.get(most[0][0], OUTSIDE)}."
+    elif prediction.bound in BOUND_RATES and BOUND_RATES[prediction.bound] != most[0][0]:
+        text += (
+            f" The first is in the chain {' -> '.join(prediction.critical_cycle)}, which takes as long as "
+            f"the {prediction.bound}: neither gains much without the other."
+        )
     elif sum(gain for gain in explanation.gains.values() if gain > 0) < 0.7:
         text += " All rates together give less than 0.7%: the rest is latencies, launch and the clock."
     return text

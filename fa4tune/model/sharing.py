@@ -195,6 +195,9 @@ class Sharing:
             sections = [(group, cycles + longer[group] * met[group]) for group, cycles in self._sections]
             if not self._meet(stretch, SECTION, sections, gpu.section_contention, period, held):
                 return None
+        else:
+            for factors, extra in zip(stretch, held, strict=True):
+                factors[SECTION] += extra
         if self._tmem and not self._meet(stretch, TMEM, self._tmem, gpu.contention, period, held):
             return None
         if self._by_turns:

@@ -57,11 +57,11 @@ def test_longer_pauses_never_lower_the_clock(found: list[tuple[float, float]]) -
 def test_clock_keeps_power_at_the_limit() -> None:
     assert clock_mhz(GPU, 0.9 * GPU.power_watts) == HIGHEST
     for tensor in (0.6, 0.8, 1.0):
-        watts = full_watts(GPU, 1.0, tensor)
+        watts = full_watts(GPU, 1.0, tensor, 1.0)
         assert watts > GPU.power_watts
         assert watts * (clock_mhz(GPU, watts) / HIGHEST) ** 3 == pytest.approx(GPU.power_watts)
-    assert full_watts(GPU, 0.0, 0.0) == 0.0
-    assert full_watts(GPU, 0.5, 0.5) == pytest.approx(0.5 * full_watts(GPU, 1.0, 1.0))
+    assert full_watts(GPU, 0.0, 0.0, 0.0) == 0.0
+    assert full_watts(GPU, 0.5, 0.5, 0.5) == pytest.approx(0.5 * full_watts(GPU, 1.0, 1.0, 1.0))
 
 
 def test_a_higher_limit_allows_a_higher_clock() -> None:

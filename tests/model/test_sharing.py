@@ -171,6 +171,27 @@ def test_sections_share_what_they_take_beside_products() -> None:
     assert period == pytest.approx(600 + (600**2 + 2 * 600 * 400) ** 0.5, rel=1e-8)
 
 
+def polynomials(name: str, role: str, elements: int) -> Operation:
+    """A section of polynomials of eight instructions an element, and nothing else."""
+    count = 8 * elements // 32
+    return Operation(
+        name, role, Unit.EXP, Work(exp_emulated=elements, issue=count, issue_emulated=count)
+    )  # fmt: skip
+
+
+def test_polynomials_hold_up_what_other_roles_do() -> None:
+    # 64 cycles of polynomials, twice their length, are 128 of the other role's period each way
+    body = (product("qk", "m", 500), polynomials("poly", "s", 1024), exponentials("exp", "m", 700))
+    loop = Loop(body, (Dependency("qk", "exp"),), (Order("m", ("qk", "exp")), Order("s", ("poly",))))
+    free = plain_gpu(section_contention=0.0, dense_hold=0.0)
+    assert solved(loop, free).period == pytest.approx(1200)
+    held = plain_gpu(section_contention=0.0, dense_hold=2.0)
+    # P = 1200 (1 + 128 / P)
+    assert solved(loop, held).period == pytest.approx(600 + (600**2 + 1200 * 128) ** 0.5, rel=1e-8)
+    alone = Loop((polynomials("poly", "s", 1024),), (), (Order("s", ("poly",)),))
+    assert solved(alone, held).period == pytest.approx(64)
+
+
 def test_a_pipe_is_full_when_its_work_and_what_products_take_from_it_fill_the_period() -> None:
     # 4 roles' exponentials (600 each) beside one role's products: 2400 + 0.25 * 1000, no chain that long
     body = (product("qk", "mma", 1000), *(exponentials(f"exp{g}", f"softmax{g}", 600) for g in range(4)))
