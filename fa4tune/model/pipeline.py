@@ -114,7 +114,7 @@ def rescale_rate(threshold: float, trips: int) -> float:
 def settle(
     loop: Loop, durations: Sequence[Duration], weights: Sequence[float], rates: Rates, copies: int = 1
 ) -> Timed:
-    """The steady state that roles fall into: at random phase or, where that is quicker, partly in a queue.
+    """The steady state that roles fall into: at random phase or, where that is quicker, in part a queue.
 
     A queue keeps roles in order only while it is not empty, which it is as often as the tensor cores are idle;
     then chance has them. Arguments as of :func:`solve`.

@@ -119,7 +119,7 @@ class _Child:
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
         self._log = (out / "worker.log").open("ab")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", worker, str(bundle)],
+            [sys.executable, "-P", "-m", worker, str(bundle)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
