@@ -21,7 +21,6 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from campaign import DATA, JUDGED_DATA, held_out, pause_us
-from kernel_profile import CYCLES_DATA
 
 from fa4tune.errors import InfeasibleError
 from fa4tune.hardware.gpu import Gpu, load_gpu
@@ -34,7 +33,6 @@ from fa4tune.model.accuracy import (
     Accuracy,
     Sample,
     accuracy,
-    profiled,
     samples,
     times_in_turns,
 )
@@ -51,14 +49,16 @@ PUBLISHED_B200 = {1024: 1355, 2048: 1468, 4096: 1532, 8192: 1579, 16384: 1601, 3
 """FlashAttention-4 (arXiv 2603.05451), forward, full mask, head dim 128, 16 heads, 32k tokens: TFLOP/s."""
 
 PLAUSIBLE = {
-    "warp_issue_per_clk": (0.45, 0.9),
-    "contention": (0.4, 1.0),
-    "section_contention": (0.4, 1.0),
+    "warp_issue_per_clk": (0.6, 1.0),
+    "contention": (0.6, 1.0),
+    "section_contention": (0.5, 1.0),
+    "dense_hold": (0.0, 1.0),
+    "exp_beside_mma": (0.75, 1.0),
+    "alu_beside_mma": (0.5, 1.0),
     "mma_start_clk": (0.0, 60.0),
-    "exp_overlap": (0.2, 0.8),
-    "emulation_stall_clk": (0.0, 8.0),
+    "exp_overlap": (0.11, 0.8),
     "smem_conflict": (0.0, 1.0),
-    "barrier_latency_clk": (20.0, 80.0),
+    "barrier_latency_clk": (36.0, 120.0),
     "mma_latency_clk": (20.0, 100.0),
     "arithmetic_latency_clk": (10.0, 110.0),
     "tmem_latency_clk": (10.0, 80.0),
