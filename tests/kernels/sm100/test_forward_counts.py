@@ -9,7 +9,7 @@ import pytest
 from fa4tune.emulator.attention import emulate_forward
 from fa4tune.emulator.barriers import TraceEvent
 from fa4tune.emulator.machine import Result
-from fa4tune.emulator.plan_check import check_counts
+from fa4tune.emulator.plan_check import ESTIMATES, check_counts
 from fa4tune.hardware.gpu import load_gpu
 from fa4tune.kernels.config import SM100ForwardConfig, default_config
 from fa4tune.kernels.plan import KernelPlan, Work
@@ -74,7 +74,7 @@ def planned_work(plan: KernelPlan, trips: int) -> tuple[dict[str, Work], dict[st
     rescaled: dict[str, Work] = {}
     for operation, times in plan.operations(trips):
         w = operation.work * times
-        exact = Work(**{n: v for n, v in w.nonzero().items() if n not in ("fma", "alu", "issue")})
+        exact = Work(**{n: v for n, v in w.nonzero().items() if n not in ESTIMATES})
         into = rescaled if operation.when == "rescaled" else certain
         into[operation.role] = into.get(operation.role, Work()) + exact
     return {role: work for role, work in certain.items() if work != Work()}, rescaled
