@@ -116,7 +116,7 @@ def settle(
 ) -> Timed:
     """The steady state that roles fall into: at random phase or, where that is quicker, in part a queue.
 
-    A queue keeps roles in order only while it is not empty, which it is as often as the tensor cores are idle;
+    """The steady state that roles fall into: at random phase or, where that is quicker, partly a queue.
     then chance has them. Arguments as of :func:`solve`.
     """
     shape = skeleton(loop)
