@@ -116,8 +116,8 @@ def settle(
 ) -> Timed:
     """The steady state that roles fall into: at random phase or, where that is quicker, in part a queue.
 
-    """The steady state that roles fall into: at random phase or, where that is quicker, partly a queue.
-    then chance has them. Arguments as of :func:`solve`.
+    A queue keeps roles in order only while it is not empty. That is taken as often as tensor cores are busy;
+    else chance has them. Arguments as of :func:`solve`.
     """
     shape = skeleton(loop)
     demand = Demand(shape, durations, weights, rates.gpu, copies)
