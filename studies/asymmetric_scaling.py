@@ -5,6 +5,7 @@ Run `python studies/asymmetric_scaling.py`: prints three tables and draws `figur
 """
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
+from fa4tune.errors import HardwareError
 from fa4tune.hardware.gpu import Gpu, load_gpu
 from fa4tune.kernels.plan import Unit
 from fa4tune.model.scaling import Point, elasticities, retimed, retuned, sweep
@@ -165,17 +167,32 @@ def two_rates(gpu: Gpu, axes: Sequence[Axes]) -> None:
 
 def scales(text: str) -> dict[str, float]:
     """``exp=2,mma=1.5`` as a mapping."""
-    return {name: float(value) for name, _, value in (part.partition("=") for part in text.split(","))}
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        try:
+            factor = float(value)
+        except ValueError:
+            factor = math.nan
+        if not math.isfinite(factor):
+            raise argparse.ArgumentTypeError(f"{part!r} is not RATE=FACTOR, as in exp=2,mma=1.5")
+        if name in found:
+            raise argparse.ArgumentTypeError(f"{name} is named twice; give each rate once")
+        found[name] = factor
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpu", default="b200", help="GPU by name or TOML file")
-    parser.add_argument("--scale", help="rate=factor,...: print this one point")
+    parser.add_argument("--scale", type=scales, help="rate=factor,...: print this one point")
     arguments = parser.parse_args()
     gpu = load_gpu(arguments.gpu)
     if arguments.scale:
-        scaled = gpu.scaled(**scales(arguments.scale))
+        try:
+            scaled = gpu.scaled(**arguments.scale)
+        except HardwareError as error:
+            parser.error(str(error))
         for dims in HEAD_DIMS:
             problem = problem_of(*dims)
             print(f"d{dims[0]}/{dims[1]}: {describe(problem, retuned(problem, scaled))}")

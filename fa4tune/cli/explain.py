@@ -125,7 +125,10 @@ def measured_text(case: Case) -> str:
     """What the table has measured, in a line."""
     text = "Not measured: the table has no time of this config for this problem and GPU."
     if case.measured_us is not None:
-        text = f"Measured {case.measured_us:.4g} us (table): the prediction is {case.error:+.1%} off."
+        text = (
+            f"Measured {case.measured_us:.4g} us (table, in turns with other configs at their common clock): "
+            f"the prediction is {case.error:+.1%} off."
+        )
     if case.best is not None:
         text += f" The table's best, --config tuned, took {case.best.median_us:.4g} us."
     return text

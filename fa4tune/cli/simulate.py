@@ -21,7 +21,6 @@ from fa4tune.cli.common import (
     with_problems,
     writing,
 )
-from fa4tune.errors import ConfigError
 from fa4tune.problem import AttentionProblem
 
 
@@ -61,8 +60,6 @@ def simulate(
     problem = only(problems)
     chosen = choose_gpu(gpu, arch)
     plan = build_plan(problem, choose_config(problem, chosen, config), chosen)
-    if trips is not None and masked > trips:
-        raise ConfigError(f"--masked {masked} exceeds --trips {trips}; mask at most all iterations of a tile")
     played = replay(plan, chosen, tiles=tiles, trips=trips, masked=masked)
     written: list[str] = []
     if trace is not None:
@@ -96,8 +93,9 @@ def simulate(
     print(f"{problem} on {chosen.title}, config {plan.config}")
     print(
         f"{len(played.events)} operations in {max(played.tile_ends):.0f} cycles; "
-        + (f"steady state {played.period:.0f} cycles an iteration " if played.period else "")
-        + f"(predicted {prediction.period:.0f}), bound by {prediction.bound}"
+        + (f"steady state {played.period:.0f} cycles an iteration (predicted " if played.period else "")
+        + (f"{prediction.period:.0f})" if played.period else f"{prediction.period:.0f} cycles predicted")
+        + f", bound by {prediction.bound}"
     )
     print("critical cycle: " + " -> ".join(prediction.critical_cycle))
     for path in written:

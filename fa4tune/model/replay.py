@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fa4tune.errors import ConfigError
 from fa4tune.hardware.gpu import Gpu
 from fa4tune.kernels.plan import KernelPlan, Unit
 from fa4tune.model.predict import Prediction, load_of, predict, state_of
@@ -82,9 +83,14 @@ def replay(
         tiles: output tiles, one after the other.
         trips: iterations of each; by default those of the problem's longest tile, at most ``SHOWN_TRIPS``.
         masked: iterations, the first of each tile, that apply the mask.
+
+    Raises:
+        ConfigError: more masked iterations than a tile has.
     """
     load = load_of(plan, gpu)
     count = min(load.trips.longest, SHOWN_TRIPS) if trips is None else trips
+    if masked > count:
+        raise ConfigError(f"{masked} masked iterations exceed a tile's {count}; mask at most all of them")
     state = state_of(plan, gpu, load)
     timed = state.plain
     rates = rates_of(gpu)

@@ -42,7 +42,7 @@ def refused(
         (("emulate", "--seed=z", PROBLEM), "got 'z'"),
         (("explain", "--batch", "0", *SHAPE), "batch must be a positive integer, got 0"),
         (("simulate", PROBLEM, "--trips", "0"), "got '0'"),
-        (("simulate", PROBLEM, "--masked", "9", "--trips", "8"), "--masked 9 exceeds --trips 8"),
+        (("simulate", PROBLEM, "--masked", "9", "--trips", "8"), "9 masked iterations exceed a tile's 8"),
         (("explain", PROBLEM, "--gpu"), "'--gpu' requires an argument"),
         (("explain", PROBLEM, "--gpu", "rtx9090"), "GPU 'rtx9090' is not known"),
         (("explain", PROBLEM, "--table", "absent"), "table 'absent' is not a directory"),
