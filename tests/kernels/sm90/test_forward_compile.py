@@ -52,7 +52,9 @@ Kernels = Callable[[AttentionProblem, SM90ForwardConfig], CompiledKernel]
 
 
 def with_knobs(knobs: str) -> SM90ForwardConfig:
-    return SM90ForwardConfig().with_text(knobs)
+    """The config of ``knobs``; of one named twice, the last value."""
+    last = dict(part.split("=") for part in knobs.split(",") if part)
+    return SM90ForwardConfig().with_text(",".join(f"{name}={value}" for name, value in last.items()))
 
 
 @pytest.fixture(scope="module")
