@@ -21,7 +21,7 @@ from scipy.optimize import least_squares
 
 from fa4tune.errors import SearchError
 from fa4tune.hardware.gpu import Gpu
-from fa4tune.model.accuracy import GOOD, Accuracy, Profiled, Sample, accuracy, times_in_turns
+from fa4tune.model.accuracy import GOOD, SHORTLIST, Accuracy, Profiled, Sample, accuracy, times_in_turns
 from fa4tune.model.predict import predict
 
 
@@ -213,11 +213,14 @@ def overlay(result: Fit, base: str, data: str) -> str:
         base: GPU name or file that the fit started from.
         data: where the records are, for the sources.
     """
+    held = result.held_out
     lines = [
         f"# Fitted to {result.samples} measured configs of {result.problems} problems and the cycles of "
         f"{result.kernels} kernels ({data}).",
-        f"# Held-out problems, {result.folds} folds: MAPE {result.held_out.mape:.1%}, good configs "
-        f"{result.held_out.good_mape:.1%}; before the fit {result.before.mape:.1%}.",
+        f"# Held-out problems, {result.folds} folds: MAPE {held.mape:.1%}, good configs {held.good_mape:.1%}, "
+        f"worst good {held.good_maximum:.1%},",
+        f"# Spearman {held.median_spearman:.3f}, regret {held.regret:.3f} (worst {held.worst_regret:.3f}), best in "
+        f"the first {SHORTLIST} on {held.in_shortlist:.0%}; MAPE before the fit {result.before.mape:.1%}.",
         f"base = {json.dumps(base)}",
     ]
     for constant in CONSTANTS:
