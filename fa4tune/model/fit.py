@@ -21,7 +21,15 @@ from scipy.optimize import least_squares
 
 from fa4tune.errors import SearchError
 from fa4tune.hardware.gpu import Gpu
-from fa4tune.model.accuracy import GOOD, SHORTLIST, Accuracy, Profiled, Sample, accuracy, times_in_turns
+from fa4tune.model.accuracy import (
+    GOOD,
+    SHORTLIST,
+    Accuracy,
+    Profiled,
+    Sample,
+    accuracy,
+    times_in_turns,
+)
 from fa4tune.model.predict import predict
 
 
@@ -217,10 +225,11 @@ def overlay(result: Fit, base: str, data: str) -> str:
     lines = [
         f"# Fitted to {result.samples} measured configs of {result.problems} problems and the cycles of "
         f"{result.kernels} kernels ({data}).",
-        f"# Held-out problems, {result.folds} folds: MAPE {held.mape:.1%}, good configs {held.good_mape:.1%}, "
-        f"worst good {held.good_maximum:.1%},",
-        f"# Spearman {held.median_spearman:.3f}, regret {held.regret:.3f} (worst {held.worst_regret:.3f}), best in "
-        f"the first {SHORTLIST} on {held.in_shortlist:.0%}; MAPE before the fit {result.before.mape:.1%}.",
+        f"# Held-out problems, {result.folds} folds: MAPE {held.mape:.1%}, good configs "
+        f"{held.good_mape:.1%}, worst good {held.good_maximum:.1%},",
+        f"# Spearman {held.median_spearman:.3f}, regret {held.regret:.3f} (worst {held.worst_regret:.3f}), "
+        f"best in the first {SHORTLIST} on {held.in_shortlist:.0%}; MAPE before the fit "
+        f"{result.before.mape:.1%}.",
         f"base = {json.dumps(base)}",
     ]
     for constant in CONSTANTS:
