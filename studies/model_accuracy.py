@@ -275,15 +275,24 @@ def published_b200() -> None:
         print(f"  {name:24s} = {getattr(gpu, name):<6g} {there}; {gpu.sources[name]}")
 
 
+def in_one_block(gpu: Gpu) -> Gpu:
+    """The GPU for a kernel whose polynomials the assembler has put together, which the plan does not know.
+
+    They hold other warps up for as long as they last beside tensor cores at work: of eight instructions six
+    take an FMA slot each and two an ALU slot, which is two cycles.
+    """
+    return dataclasses.replace(gpu, dense_hold=(6.0 / gpu.fma_beside_mma + 4.0 / gpu.alu_beside_mma) / 8.0)
+
+
 def upstream_softmax() -> None:
     """Emulation and threshold in upstream's Hopper kernel: effect on the speed, predicted (measured)."""
-    gpu = load_gpu("h200")
+    usual = load_gpu("h200")
     data = json.loads(UPSTREAM.read_text())
     columns = [tuple(c) for c in data["columns"]]
     baseline = [row for row in data["rows"] if row["exp2_share"] == 0 and row["rescale_threshold"] == 0]
     measured_base = [fmean(row["tflops"][i] for row in baseline) for i in range(len(columns))]
 
-    def predicted(row: dict[str, float]) -> list[float]:
+    def predicted(row: dict[str, float], gpu: Gpu) -> list[float]:
         speeds = []
         for head_dim, seqlen, mask in columns:
             heads = 2048 // head_dim
@@ -301,7 +310,8 @@ def upstream_softmax() -> None:
             speeds.append(predict(build_plan(problem, config, gpu), gpu).tflops)
         return speeds
 
-    start = predicted(baseline[0])
+    halves = (slice(0, 4), slice(4, 8))
+    start = predicted(baseline[0], usual)
     print(
         "\n## Upstream's Hopper kernel with FlashAttention-4's softmax: effect on speed, predicted (measured)"
     )
@@ -309,21 +319,27 @@ def upstream_softmax() -> None:
         "baseline TFLOP/s: "
         + ", ".join(f"{s:.0f} ({m:.0f})" for s, m in zip(start, measured_base, strict=True))
     )
-    print(
-        "share thr deg | mean d64        mean d128       | "
-        + " ".join(f"d{d} {s // 1024}K {m}" for d, s, m in columns)
-    )
-    for row in data["rows"]:
-        if row in baseline:
-            continue
-        said = [p / s - 1 for p, s in zip(predicted(row), start, strict=True)]
-        took = [t / m - 1 for t, m in zip(row["tflops"], measured_base, strict=True)]
-        means = [f"{fmean(said[h]):+6.1%} ({fmean(took[h]):+6.1%})" for h in (slice(0, 4), slice(4, 8))]
-        cells = " ".join(f"{p:+.1%} ({t:+.1%})" for p, t in zip(said, took, strict=True))
+    for words, gpu in (("as planned", usual), ("polynomials in one block", in_one_block(usual))):
+        near = count = 0
+        print(f"\n{words}")
         print(
-            f"{row['exp2_share']:.3f} {row['rescale_threshold']:3g} {row['exp2_degree']:3g} | "
-            f"{'  '.join(means)} | {cells}"
+            "share thr deg | mean d64        mean d128       | "
+            + " ".join(f"d{d} {s // 1024}K {m}" for d, s, m in columns)
         )
+        for row in data["rows"]:
+            if row in baseline:
+                continue
+            said = [p / s - 1 for p, s in zip(predicted(row, gpu), start, strict=True)]
+            took = [t / m - 1 for t, m in zip(row["tflops"], measured_base, strict=True)]
+            near += sum(abs(fmean(said[h]) - fmean(took[h])) <= 0.03 for h in halves)
+            count += len(halves)
+            means = [f"{fmean(said[h]):+6.1%} ({fmean(took[h]):+6.1%})" for h in halves]
+            cells = " ".join(f"{p:+.1%} ({t:+.1%})" for p, t in zip(said, took, strict=True))
+            print(
+                f"{row['exp2_share']:.3f} {row['rescale_threshold']:3g} {row['exp2_degree']:3g} | "
+                f"{'  '.join(means)} | {cells}"
+            )
+        print(f"means within 3 points: {near} of {count}")
 
 
 def main() -> None:
