@@ -106,8 +106,12 @@ def times_in_turns(found: Sequence[Sample], gpu: Gpu, pause_us: float) -> list[f
     for members in together.values():
         cycles = [said[i].cycles for i in members]
         clock = clock_in_turns(gpu, cycles, [said[i].watts for i in members], pause_us)
-        for i, taken in zip(members, cycles, strict=True):
-            times[i] = taken / clock + gpu.launch_us
+        for i in members:
+            # what waits for HBM does so at any clock
+            waited = said[i].breakdown["memory"]
+            at_least = said[i].microseconds - gpu.launch_us if waited else 0.0
+            computed = said[i].cycles - waited * said[i].clock_mhz
+            times[i] = max(computed / clock, at_least) + gpu.launch_us
     return times
 
 

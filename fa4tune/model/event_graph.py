@@ -187,28 +187,15 @@ def maximum_cycle_ratio(
     ratio = least
     cycle: tuple[int, ...] = ()
     value = list(potentials) if potentials is not None else [0.0] * arcs.nodes
-    tolerance = _tolerance(weights)
+    # what potentials must grow by at least: above the rounding of sums of weights
+    tolerance = 1e-11 * (1.0 + sum(weights))
     while True:
-        around = _positive_cycle(arcs, _reduced(arcs, weights, ratio), value, tolerance)
+        reduced = [w - ratio * distance for w, distance in zip(weights, arcs.distances, strict=True)]
+        around = _positive_cycle(arcs, reduced, value, tolerance)
         found, best = _best(arcs, weights, around)
         if found <= ratio:
             return CycleRatio(ratio, cycle, value)
         ratio, cycle = found, best
-
-
-def exceeds(arcs: Arcs, weights: Sequence[float], ratio: float) -> bool:
-    """Whether some cycle has a larger ratio than ``ratio``."""
-    value = [0.0] * arcs.nodes
-    return bool(_positive_cycle(arcs, _reduced(arcs, weights, ratio), value, _tolerance(weights)))
-
-
-def _tolerance(weights: Sequence[float]) -> float:
-    """What potentials must grow by at least: above the rounding of sums of weights."""
-    return 1e-11 * (1.0 + sum(weights))
-
-
-def _reduced(arcs: Arcs, weights: Sequence[float], ratio: float) -> list[float]:
-    return [weight - ratio * distance for weight, distance in zip(weights, arcs.distances, strict=True)]
 
 
 def _positive_cycle(

@@ -10,21 +10,11 @@ from fa4tune.hardware.gpu import Gpu
 from fa4tune.kernels.config import KernelConfig
 from fa4tune.kernels.plan import KernelPlan, Unit
 from fa4tune.kernels.program import build_plan
-from fa4tune.model.predict import SATURATED, Prediction, predict
+from fa4tune.model.predict import BOUND_WORDS, SATURATED, Prediction, predict
 from fa4tune.model.roofline import iteration_work, problem_work, roofline, smem_cycles, unit_cycles
 from fa4tune.model.scaling import elasticities
 
-UNIT_NAMES = {
-    Unit.TENSOR: "tensor cores",
-    Unit.SMEM: "shared memory",
-    Unit.EXP: "exponential unit",
-    Unit.FMA: "FMA",
-    Unit.ALU: "ALU",
-    Unit.ISSUE: "issue slots",
-    Unit.TMEM: "tensor memory",
-    Unit.L2: "L2",
-    Unit.HBM: "HBM",
-}
+UNIT_NAMES = {**BOUND_WORDS, Unit.HBM: "HBM"}
 """Words for people."""
 
 
@@ -64,13 +54,7 @@ MOST = 0.8
 IDLE = 0.2
 """Idle CTAs beyond this part of the time are worth a sentence."""
 
-BOUND_RATES = {
-    "tensor cores": "mma",
-    "exponential unit": "exp",
-    "shared memory": "smem",
-    "tensor memory": "tmem",
-    "L2": "l2",
-}
+BOUND_RATES = {BOUND_WORDS[unit]: rate for rate, units in RATE_UNITS.items() for unit in units}
 """The rate of each unit that a prediction can be bound by."""
 
 OUTSIDE = "where tiles start and end, and where some warps have no work in an iteration"

@@ -170,7 +170,7 @@ def fit(
     )
 
 
-def _good_twice(groups: Sequence[str], took: Sequence[float]) -> NDArray[np.float64]:
+def _good_twice(groups: Sequence[str], took: NDArray[np.float64]) -> NDArray[np.float64]:
     """Weights: 2 for what is within :data:`GOOD` of its group's best, else 1."""
     best: dict[str, float] = {}
     for group, value in zip(groups, took, strict=True):
@@ -187,8 +187,8 @@ def _solve(
 ) -> NDArray[np.float64]:
     low, high = np.array([c.low for c in constants]), np.array([c.high for c in constants])
     prior = np.clip([getattr(gpu, c.name) for c in constants], low, high)
-    measured = [s.measured_us for s in found]
-    read = [k.cycles for k in kernels]
+    measured = np.array([s.measured_us for s in found])
+    read = np.array([k.cycles for k in kernels])
     weight = _good_twice([str(s.problem) for s in found], measured)
     weight_read = _good_twice([str(k.problem) for k in kernels], read)
 
@@ -197,9 +197,7 @@ def _solve(
         said = np.array(times_in_turns(found, trial, pause_us))
         counted = np.array([predict(k.plan, trial).cycles for k in kernels])
         pull = PULL * (unit - (prior - low) / (high - low))
-        return np.concatenate(
-            [weight * np.log(said / measured), weight_read * np.log(counted / np.array(read)), pull]
-        )
+        return np.concatenate([weight * np.log(said / measured), weight_read * np.log(counted / read), pull])
 
     answer = least_squares(
         residuals,

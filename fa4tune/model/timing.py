@@ -40,6 +40,8 @@ class Duration:
 
     Attributes:
         asynchronous: the unit works on its own once the operation is issued.
+        units: cycles of each of :data:`UNITS`, for the totals.
+        latency: passes after the unit is free again.
         issue: what issuing costs the role.
         tensor: that it holds the tensor cores, their filling up included.
         operands: for which SMEM delivers operands.
@@ -49,22 +51,20 @@ class Duration:
         dense: those of the section that are polynomials, which leave other warps no slots.
         tmem: of tensor-memory loads and stores that the role waits for.
         other: what no other role disturbs.
-        latency: passes after the unit is free again.
-        units: cycles of each of :data:`UNITS`, for the totals.
     """
 
     asynchronous: bool
-    issue: float
-    tensor: float
-    operands: float
-    yielding: float
-    section: float
-    hindered: float
-    dense: float
-    tmem: float
-    other: float
-    latency: float
     units: tuple[float, ...]
+    latency: float
+    issue: float = 0.0
+    tensor: float = 0.0
+    operands: float = 0.0
+    yielding: float = 0.0
+    section: float = 0.0
+    hindered: float = 0.0
+    dense: float = 0.0
+    tmem: float = 0.0
+    other: float = 0.0
 
 
 class Rates:
@@ -165,20 +165,15 @@ def _duration(operation: Operation, warps: int, gpu: Gpu) -> Duration:
             operands = work.smem_mma_bytes / gpu.smem_bytes_per_clk
             full = min(1.0, max(0.0, (operands / tensor - ROOMY) / (1.0 - ROOMY)))
             return Duration(
-                True,
-                issue,
-                max(tensor, operands) + gpu.mma_start_clk,
-                operands,
-                operands * (gpu.smem_conflict + (1.0 - gpu.smem_conflict) * full),
-                0.0,
-                0.0,
-                0.0,
-                0.0,
-                0.0,
-                gpu.mma_latency_clk,
-                units,
+                asynchronous=True,
+                units=units,
+                latency=gpu.mma_latency_clk,
+                issue=issue,
+                tensor=max(tensor, operands) + gpu.mma_start_clk,
+                operands=operands,
+                yielding=operands * (gpu.smem_conflict + (1.0 - gpu.smem_conflict) * full),
             )
-        return Duration(True, issue, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, l2, gpu.copy_latency_clk, units)
+        return Duration(asynchronous=True, units=units, latency=gpu.copy_latency_clk, issue=issue, other=l2)
     # A role of fewer warps than schedulers reaches its share of each unit only.
     part = min(1.0, warps / SCHEDULERS)
     exponentials = exp / part
@@ -208,16 +203,12 @@ def _duration(operation: Operation, warps: int, gpu: Gpu) -> Duration:
         + fma / part * (1.0 / gpu.fma_beside_mma - 1.0)
     )
     return Duration(
-        False,
-        0.0,
-        0.0,
-        0.0,
-        0.0,
-        section,
-        hindered,
-        polynomial,
-        waited,
-        work.smem_generic_bytes / gpu.smem_bytes_per_clk / part,
-        latency,
-        units,
+        asynchronous=False,
+        units=units,
+        latency=latency,
+        section=section,
+        hindered=hindered,
+        dense=polynomial,
+        tmem=waited,
+        other=work.smem_generic_bytes / gpu.smem_bytes_per_clk / part,
     )

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +16,7 @@ from fa4tune.emulator.native.backend import unavailable
 from fa4tune.emulator.native.registers import NativeRegisters
 from tests.emulator.checked_kernels import ALL, COPIES, EXCHANGE, TCGEN05, WGMMA, Kernel
 from tests.emulator.test_checks import FAULTS
+from tests.study import load_study
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=f"no native back-end: {unavailable()}")
 
@@ -118,14 +116,7 @@ def test_every_family_has_a_place_in_the_clocks() -> None:
 @pytest.fixture(scope="module")
 def study() -> ModuleType:
     pytest.importorskip("cutlass")
-    path = Path(__file__).parents[2] / "studies" / "emulator_mutants.py"
-    spec = importlib.util.spec_from_file_location("emulator_mutants", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_study("emulator_mutants")
 
 
 def test_output_over_keys_is_a_race_of_tensor_copies(

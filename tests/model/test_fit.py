@@ -93,6 +93,14 @@ def test_configs_in_turns_share_a_clock() -> None:
     assert all(len(values) == 1 for values in clocks.values())
 
 
+def test_waiting_for_hbm_takes_as_long_at_the_shared_clock() -> None:
+    gpu = dataclasses.replace(load_gpu("h200"), hbm_gbytes_per_s=20.0)
+    found = made_up({}, 0.0, 6)
+    own = [predict(sample.plan, gpu) for sample in found]
+    assert all(said.breakdown["memory"] > 0 for said in own)
+    assert times_in_turns(found, gpu, 0.0) == pytest.approx([said.microseconds for said in own])
+
+
 def test_recorded_cycles_are_near_the_predicted_ones() -> None:
     gpu = load_gpu("h200")
     kernels = profiled(DATA / "ncu_cycles_h200.jsonl", gpu)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -13,19 +11,14 @@ from typing import Any
 
 import pytest
 
+from tests.study import load_study
+
 pytest.importorskip("cutlass")
 
 
 @pytest.fixture(scope="module")
 def study() -> ModuleType:
-    path = Path(__file__).parents[2] / "studies" / "emulator_mutants.py"
-    spec = importlib.util.spec_from_file_location("emulator_mutants", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_study("emulator_mutants")
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,5 @@
 """The knob study: which configs it takes for a pair, and which way its ratios go."""
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -10,20 +7,14 @@ import pytest
 from fa4tune.kernels.config import SM90ForwardConfig
 from fa4tune.outcome import Outcome
 from fa4tune.record import Trial, read_trials
+from tests.study import load_study
 
 PROBLEM = "b4_hq16_hk16_sq4096_sk4096_d128_dv128_bf16_full_fwd"
 
 
 @pytest.fixture(scope="module")
 def study() -> ModuleType:
-    path = Path(__file__).parents[2] / "studies" / "hopper_knobs.py"
-    spec = importlib.util.spec_from_file_location("hopper_knobs", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_study("hopper_knobs")
 
 
 def trial(time: float, study: str = "a", phase: str = "campaign", **knobs: object) -> Trial:

@@ -1,26 +1,19 @@
 """The IO study: exponents of the traffic, the published plot, and the figure itself."""
 
-import importlib.util
-import sys
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from tests.study import load_study
+
 pytest.importorskip("matplotlib")
 
 
 @pytest.fixture(scope="module")
 def study() -> ModuleType:
-    path = Path(__file__).parents[2] / "studies" / "io_complexity.py"
-    spec = importlib.util.spec_from_file_location("io_complexity", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_study("io_complexity")
 
 
 def test_slope_recovers_a_power_law(study: ModuleType) -> None:

@@ -1,8 +1,6 @@
 """The rescale study: its softmax is right, thresholds spare rescales, and the kernel takes as many."""
 
-import importlib.util
 import math
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -15,20 +13,14 @@ from fa4tune.kernels.config import SM100ForwardConfig
 from fa4tune.kernels.inputs import AttentionInputs, heavy_tailed_inputs
 from fa4tune.kernels.sm100.forward_plan import build_plan
 from fa4tune.problem import AttentionProblem
+from tests.study import load_study
 
 pytest.importorskip("matplotlib")
 
 
 @pytest.fixture(scope="module")
 def study() -> ModuleType:
-    path = Path(__file__).parents[2] / "studies" / "rescale_statistics.py"
-    spec = importlib.util.spec_from_file_location("rescale_statistics", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_study("rescale_statistics")
 
 
 def drawn(seqlen_q: int = 256, seqlen_k: int = 1024) -> AttentionInputs:

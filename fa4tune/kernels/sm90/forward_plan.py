@@ -365,7 +365,7 @@ def _mma_operations(shape: Shape, w: int) -> list[Operation]:
     """QK and PV. A slot of the ring is released by one lane of each warp once its MMA has completed.
 
     Beside each instruction a warp moves a descriptor; once a product, it polls the ring's barrier, fences,
-    and computes the slot's addresses (counted in the machine code).
+    and computes the slot's addresses (as a profiler counts them).
     """
     qk = Mma(ROWS, shape.tile_n, MMA_K, shape.head_dim // MMA_K)
     source = "registers" if shape.p_in_registers else "smem"
