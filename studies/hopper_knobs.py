@@ -19,7 +19,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from fa4tune.hardware.gpu import load_gpu
+from fa4tune.hardware.gpu import Gpu, load_gpu
 from fa4tune.kernels.config import SM90ForwardConfig
 from fa4tune.kernels.program import build_plan
 from fa4tune.model.predict import predict
@@ -37,6 +37,12 @@ def changed(trial: Trial, default: Trial) -> dict[str, Any]:
     return {k: v for k, v in trial.config.items() if default.config[k] != v and k != "registers"}
 
 
+def predicted(problem: AttentionProblem, trial: Trial, gpu: Gpu) -> float:
+    """Microseconds that the model says of a trial's config."""
+    config = SM90ForwardConfig.from_dict(trial.config)
+    return predict(build_plan(problem, config, gpu), gpu).microseconds
+
+
 def rows(path: Path) -> list[tuple[str, float, float]]:
     """(change, measured speed, predicted speed) of one search, relative to the default (above 1: faster).
 
@@ -46,18 +52,13 @@ def rows(path: Path) -> list[tuple[str, float, float]]:
     trials = [t for t in read_trials(path) if t.median_us and t.phase != "duel"]
     default = next(t for t in trials if t.phase == "default")
     problem = AttentionProblem.parse(default.problem)
-
-    def predicted(trial: Trial) -> float:
-        config = SM90ForwardConfig.from_dict(trial.config)
-        return predict(build_plan(problem, config, gpu), gpu).microseconds
-
-    base = predicted(default)
+    base = predicted(problem, default, gpu)
     assert default.median_us is not None
     found = []
     for trial in trials:
         if trial.phase in SHOWN and trial.median_us:
             text = ", ".join(f"{k}={v}" for k, v in changed(trial, default).items())
-            found.append((text, default.median_us / trial.median_us, base / predicted(trial)))
+            found.append((text, default.median_us / trial.median_us, base / predicted(problem, trial, gpu)))
     return sorted(found)
 
 
@@ -90,15 +91,12 @@ def pairs(trials: Iterable[Trial]) -> list[Pair]:
                 continue
             (knob,) = differ
             low, high = sorted((one, other), key=lambda t: t.config[knob])
-            times = [
-                predict(build_plan(problem, SM90ForwardConfig.from_dict(t.config), gpu), gpu).microseconds
-                for t in (low, high)
-            ]
+            ratio = predicted(problem, low, gpu) / predicted(problem, high, gpu)
             assert low.median_us is not None
             assert high.median_us is not None
             speed = low.median_us / high.median_us
             values = low.config[knob], high.config[knob]
-            found.append(Pair(problem, knob, *values, speed, times[0] / times[1]))
+            found.append(Pair(problem, knob, *values, speed, ratio))
     return found
 
 
@@ -133,8 +131,8 @@ def main() -> None:
     for path in sorted(DATA.glob(f"*-v{version}.jsonl")):
         problem = path.name.split("-")[0]
         print(f"\n{problem}\n{'change of the default':58} measured predicted")
-        for text, measured, predicted in rows(path):
-            print(f"{text:58} {measured:7.3f}x {predicted:8.3f}x")
+        for text, measured, said in rows(path):
+            print(f"{text:58} {measured:7.3f}x {said:8.3f}x")
 
 
 if __name__ == "__main__":

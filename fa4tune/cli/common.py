@@ -162,9 +162,10 @@ def _model_shape(path: Path, masked: bool) -> dict[str, Any]:
         raise ProblemError(
             f"--model-config {str(path)!r} cannot be read ({reason}); give a config.json"
         ) from None
+    if isinstance(config, dict):
+        config = config.get("text_config", config)
     if not isinstance(config, dict):
         raise ProblemError(f"--model-config {str(path)!r} holds no JSON object; give a config.json")
-    config = config.get("text_config", config)
 
     def number(name: str) -> int:
         value = config.get(name)

@@ -141,6 +141,7 @@ def test_no_arguments_show_the_help_page(
         ({"num_attention_heads": 0}, "num_attention_heads=0"),
         ({"num_attention_heads": 8}, "no hidden_size"),
         ({"num_attention_heads": 8, "qk_rope_head_dim": 64}, "no qk_nope_head_dim"),
+        ({"text_config": 3}, "no JSON object"),
     ],
 )
 def test_a_model_config_without_what_is_needed_says_what(
