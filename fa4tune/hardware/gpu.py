@@ -41,6 +41,7 @@ class Gpu:
     matrix instructions starts, ``mma_latency_clk`` from the end of a matrix operation's last pass to its
     reader, ``barrier_latency_clk`` from an arrival to the waiting warp's next instruction,
     ``turn_latency_clk`` the same of roles that take turns at a named barrier,
+    ``vote_latency_clk`` of a vote of a warp and the branch that it decides,
     ``copy_latency_clk`` of a bulk copy that hits L2 and ``copy_miss_clk`` what a miss adds,
     ``tmem_latency_clk`` of a tensor-memory load, ``arithmetic_latency_clk`` the drain of a section of
     arithmetic (reductions across lanes included). ``tile_overhead_clk`` is what a tile costs beside its
@@ -51,8 +52,8 @@ class Gpu:
     ``exp_beside_mma``, ``alu_beside_mma`` and ``fma_beside_mma`` the part of a pipe's rate that is left while
     tensor cores that keep their accumulators in registers work; ``contention`` how far other roles' use of
     the tensor cores or tensor memory delays a role (0 never, 1 as if they met at random and shared evenly),
-    ``section_contention`` the same for the schedulers and pipes of arithmetic; ``dense_hold`` for how much of
-    their own length polynomials, whose instructions a scheduler finds ready every cycle, hold other roles up;
+    ``section_contention`` the same for the schedulers and pipes of arithmetic; ``dense_hold`` for which part of
+    its length independent arithmetic, which a scheduler finds ready every cycle, holds up other roles' matmuls;
     ``smem_conflict`` the part of SMEM writes and thread accesses that holds up operand reads of the tensor
     cores when they meet (1: they come first). ``hbm_efficiency`` is the part of the HBM bandwidth that a
     kernel reaches.
@@ -92,6 +93,7 @@ class Gpu:
     mma_latency_clk: float
     barrier_latency_clk: float
     turn_latency_clk: float
+    vote_latency_clk: float
     copy_latency_clk: float
     copy_miss_clk: float
     tmem_latency_clk: float

@@ -183,6 +183,7 @@ class Operation:
             but an output tile's first iteration) or ``rescaled`` (data decide; never the first iteration); in
             prologue and epilogue ``once`` is once a CTA, not once an output tile.
         asynchronous: the role goes on at once; completion is seen through a barrier or a group wait.
+        together: its emulated exponentials stand together in the machine code, ahead of the others.
     """
 
     name: str
@@ -194,6 +195,7 @@ class Operation:
     signals: tuple[str, ...] = ()
     when: str = "always"
     asynchronous: bool = False
+    together: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -357,12 +357,12 @@ def _beside(m: Measurements, operation: str) -> tuple[float, str]:
     )
 
 
-def _fma_beside(m: Measurements, base: Gpu) -> tuple[float, str]:
-    value, how = _beside(m, "fma")
-    wide, narrow = (m.probes.get(name) for name in ("beside.rs128.fma", "wgmma.rs.n128.k8.queued.wg1"))
-    if wide and narrow:
-        how += f"; wgmma of {narrow['cycles']:.0f} cycles beside fma takes {wide['cycles']:.0f}"
-    return value, how
+def _dense_hold(m: Measurements, base: Gpu) -> tuple[float, str]:
+    beside, alone = m.cycles("beside.rs128.fma"), m.cycles("wgmma.rs.n128.k8.queued.wg1")
+    return (
+        max(0.0, 1.0 - alone / beside),
+        f"wgmma of {alone:.0f} cycles takes {beside:.0f} beside another warpgroup's independent fma",
+    )
 
 
 def _arithmetic_latency(m: Measurements, base: Gpu) -> tuple[float, str]:
@@ -608,7 +608,8 @@ _RULES: tuple[tuple[str, str, Rule], ...] = (
     ("exp_overlap", "part", _exp_overlap),
     ("exp_beside_mma", "part", lambda m, base: _beside(m, "ex2")),
     ("alu_beside_mma", "part", lambda m, base: _beside(m, "max")),
-    ("fma_beside_mma", "part", _fma_beside),
+    ("fma_beside_mma", "part", lambda m, base: _beside(m, "fma")),
+    ("dense_hold", "part", _dense_hold),
     ("smem_conflict", "part", _smem_conflict),
     ("hbm_efficiency", "part", _hbm),
     ("mma_clock", "part", _mma_clock),

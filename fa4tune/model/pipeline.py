@@ -116,8 +116,9 @@ def settle(
 ) -> Timed:
     """The steady state that roles fall into: at random phase or, where that is quicker, in part a queue.
 
-    A queue keeps roles in order only while it is not empty. That is taken as often as tensor cores are busy;
-    else chance has them. Arguments as of :func:`solve`.
+    A queue keeps roles in order only while a product waits in it, so that two are at the tensor cores: as often
+    as the square of their busy share (M/M/1: Kleinrock, Queueing Systems I, section 3.2). Else
+    chance has them. Arguments as of :func:`solve`.
     """
     shape = skeleton(loop)
     demand = Demand(shape, durations, weights, rates.gpu, copies)
@@ -128,8 +129,8 @@ def settle(
     in_order = _solved(Sharing(skeleton(ordered), demand))
     if at_random.period <= in_order.period:
         return at_random
-    full = min(1.0, in_order.tensor_total / in_order.period)
-    period = full * in_order.period + (1.0 - full) * at_random.period
+    waiting = min(1.0, in_order.tensor_total / in_order.period) ** 2
+    period = waiting * in_order.period + (1.0 - waiting) * at_random.period
     return in_order.loosened(period / in_order.period)
 
 

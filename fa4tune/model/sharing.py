@@ -9,8 +9,10 @@ bandwidth. Threads' own accesses take ``1 + utilisation of SMEM`` times as long.
 that it takes. Those of its own role do as long as they last, if they were issued before it and waited for
 after it; those of other roles as often as chance has it, which is the part of the period that they take.
 
-**Polynomials.** A scheduler goes on with a warp that has an instruction ready every cycle, as polynomials
-have. For ``dense_hold`` times their length the other roles, products that they issue included, wait.
+**Independent arithmetic.** A scheduler goes on with a warp that has an instruction ready every cycle, as
+polynomials and element by element work have. For ``dense_hold`` of its length the products of other roles
+stand still, because their next instruction is not issued. Polynomials that stand together, with no exponential
+between them, hold up other roles' sections too, for as long as they last beside tensor cores at work.
 
 **Stations.** Where several roles use a unit and no order or barrier says who goes first, a role finds another
 one there with the probability that the other is there at all, and then shares the unit with it evenly: work
@@ -78,7 +80,8 @@ class Demand:
             SMEM traffic or what products of other roles add, tensor memory, what nobody disturbs, latency.
         issues: cycles that issuing takes, by operation.
         sections, slower, tmem: cycles at these stations by role; ``slower`` is what products of others add.
-        holding: cycles for which other roles' polynomials hold a role up, by role; empty where none do.
+        holding: cycles for which other roles' independent instructions hold up a role's products, by role; empty
+            where none do. ``blocking``: for which their blocks of polynomials hold up its sections.
         held, yielding: cycles of the tensor cores, and those that yield to SMEM traffic, all CTAs.
         elsewhere: the same of others, by role.
         traffic: cycles for which SMEM serves others than the tensor cores, all CTAs.
@@ -97,7 +100,7 @@ class Demand:
         sections, hindered = own_products(shape, durations, weights)
         operands = yielding = 0.0
         products = [0.0] * groups
-        dense = [0.0] * groups
+        dense, block = [0.0] * groups, [0.0] * groups
         self.sections, self.slower, self.tmem = [0.0] * groups, [0.0] * groups, [0.0] * groups
         self.operations: list[tuple[bool, int, float, float, float, float, float]] = []
         for duration, weight, group, section, slower in zip(
@@ -114,18 +117,18 @@ class Demand:
                 self.sections[group] += main
                 self.slower[group] += extra
                 dense[group] += duration.dense * weight
+                block[group] += duration.block * weight
                 self.tmem[group] += tmem
                 if 0.0 < weight < 1.0:
                     # to go through it or around takes a vote and a branch, which drain the pipeline
-                    latency += gpu.arithmetic_latency_clk
+                    latency += gpu.vote_latency_clk
             self.operations.append((duration.asynchronous, group, main, extra, tmem, other, latency))
         self.issues = [duration.issue * weight for duration, weight in zip(durations, weights, strict=True)]
         columns = zip(*[duration.units for duration in durations], strict=True)
         self.totals = [copies * sum(map(mul, column, weights)) for column in columns]
         self.held, self.yielding = copies * sum(products), copies * yielding
         self.elsewhere = [self.held - own for own in products]
-        everyone = copies * sum(dense) * gpu.dense_hold
-        self.holding = [everyone - own * gpu.dense_hold for own in dense] if everyone else []
+        self.holding, self.blocking = (self._of_others(cycles) for cycles in (dense, block))
         self.traffic = max(0.0, self.totals[_SMEM] - copies * operands)
         self.least = max(
             *self.totals,
@@ -133,6 +136,11 @@ class Demand:
             0.5 * self.held + sqrt(0.25 * self.held * self.held + self.yielding * self.traffic),
             *beside_products(self.totals, self.held, gpu),
         )
+
+    def _of_others(self, dense: Sequence[float]) -> list[float]:
+        """Cycles for which ``dense`` cycles of the other roles, by role, hold a role up; empty for none."""
+        everyone = self.copies * sum(dense) * self.gpu.dense_hold
+        return [everyone - own * self.gpu.dense_hold for own in dense] if everyone else []
 
 
 class Sharing:
@@ -188,17 +196,18 @@ class Sharing:
     def factors(self, period: float, met: Sequence[float]) -> Factors | None:
         """How much longer work takes; None where a role's work at a station would not fit into the period."""
         stretch = self.unshared()
-        gpu, holding = self.demand.gpu, self.demand.holding
-        held = [cycles / period for cycles in holding] if holding else nothing_held(len(stretch))
+        gpu, none = self.demand.gpu, nothing_held(len(stretch))
+        held = [cycles / period for cycles in self.demand.holding] or none
+        blocked = [cycles / period for cycles in self.demand.blocking] or none
         if self._sections:
             longer = self.demand.slower
             sections = [(group, cycles + longer[group] * met[group]) for group, cycles in self._sections]
-            if not self._meet(stretch, SECTION, sections, gpu.section_contention, period, held):
+            if not self._meet(stretch, SECTION, sections, gpu.section_contention, period, blocked):
                 return None
         else:
-            for factors, extra in zip(stretch, held, strict=True):
+            for factors, extra in zip(stretch, blocked, strict=True):
                 factors[SECTION] += extra
-        if self._tmem and not self._meet(stretch, TMEM, self._tmem, gpu.contention, period, held):
+        if self._tmem and not self._meet(stretch, TMEM, self._tmem, gpu.contention, period, blocked):
             return None
         if self._by_turns:
             if not self._meet_by_turns(stretch, gpu.contention, period):

@@ -48,7 +48,9 @@ class Duration:
         yielding: of these, what gives way to other SMEM traffic that it meets.
         section: of the role's own instructions.
         hindered: how much longer that is where tensor cores work all the time.
-        dense: those of the section that are polynomials, which leave other warps no slots.
+        dense: those in which a warp has an independent instruction every cycle, so that its scheduler issues no
+            other warp's matmuls.
+        block: those of polynomials that stand together, during which no other warp issues anything.
         tmem: of tensor-memory loads and stores that the role waits for.
         other: what no other role disturbs.
     """
@@ -63,6 +65,7 @@ class Duration:
     section: float = 0.0
     hindered: float = 0.0
     dense: float = 0.0
+    block: float = 0.0
     tmem: float = 0.0
     other: float = 0.0
 
@@ -74,11 +77,11 @@ class Rates:
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
-        self._cache: dict[tuple[Work, Unit, bool, int], Duration] = {}
+        self._cache: dict[tuple[Work, Unit, bool, bool, int], Duration] = {}
 
     def duration(self, operation: Operation, warps: int) -> Duration:
         """Cycles of ``operation`` of a role of ``warps`` warps."""
-        key = (operation.work, operation.unit, operation.asynchronous, warps)
+        key = (operation.work, operation.unit, operation.asynchronous, operation.together, warps)
         found = self._cache.get(key)
         if found is None:
             if len(self._cache) > 100_000:
@@ -178,11 +181,12 @@ def _duration(operation: Operation, warps: int, gpu: Gpu) -> Duration:
     part = min(1.0, warps / SCHEDULERS)
     exponentials = exp / part
     # polynomials stand where exponentials would, so that they hide under none
-    polynomial = max(
-        work.issue_emulated / pace,
-        work.fma_emulated / gpu.fma_per_clk / part,
-        work.alu_emulated / gpu.alu_per_clk / part,
-    )
+    pipes = work.fma_emulated / gpu.fma_per_clk / part, work.alu_emulated / gpu.alu_per_clk / part
+    polynomial, block = max(work.issue_emulated / pace, *pipes), 0.0
+    if operation.together:
+        # nothing stands between them that would let one pipe's instructions hide the other's
+        polynomial = max(polynomial, sum(pipes))
+        block = max(polynomial, pipes[0] / gpu.fma_beside_mma + pipes[1] / gpu.alu_beside_mma)
     arithmetic = max(
         max(0.0, work.issue - work.exp / 32 - work.issue_emulated) / pace,
         (work.fma - work.fma_emulated) / gpu.fma_per_clk / part,
@@ -208,7 +212,8 @@ def _duration(operation: Operation, warps: int, gpu: Gpu) -> Duration:
         latency=latency,
         section=section,
         hindered=hindered,
-        dense=polynomial,
+        dense=max(block, polynomial) if chained else section,
+        block=block,
         tmem=waited,
         other=work.smem_generic_bytes / gpu.smem_bytes_per_clk / part,
     )

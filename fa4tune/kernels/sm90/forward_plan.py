@@ -55,13 +55,27 @@ WORKING_REGISTERS = 28
 HELD_P = 8
 """Registers of P on its way to SMEM."""
 
-WAIT_QUARTERS = 2
-"""Quarters of a tile's exponentials that run before the wait for the PV in flight."""
-
 MAX_EXPONENT = {"fp16": 15, "bf16": 127}
 """Largest power of two that P's type holds."""
 
 _DEFAULT = SM90ForwardConfig()
+
+
+class Arrangement(NamedTuple):
+    """Where a tile's softmax stands in machine code; as the assembler leaves it in this kernel.
+
+    Of another kernel with the same operations its machine code says where they stand.
+
+    Args:
+        wait_eighths: eighths of a tile's exponentials that run before the wait for the PV in flight.
+        together: emulated exponentials stand together, ahead of the others.
+    """
+
+    wait_eighths: int = 4
+    together: bool = False
+
+
+OWN = Arrangement()
 
 
 class Shape(NamedTuple):
@@ -80,6 +94,7 @@ class Shape(NamedTuple):
     emulated: tuple[bool, ...]
     degree: int
     threshold: float
+    arrangement: Arrangement = OWN
 
 
 def emulated_registers(tile_n: int, share: float) -> tuple[bool, ...]:
@@ -98,9 +113,9 @@ def emulated_registers(tile_n: int, share: float) -> tuple[bool, ...]:
     return tuple(columns[2 * (i // 4) + i % 2] for i in range(tile_n // 2))
 
 
-def wait_register(tile_n: int, overlap: bool) -> int:
+def wait_register(tile_n: int, overlap: bool, eighths: int = OWN.wait_eighths) -> int:
     """Score register whose exponential is the first after the wait for the PV in flight; whole K steps."""
-    return tile_n // 2 * WAIT_QUARTERS // 4 // 8 * 8 if overlap else 0
+    return tile_n // 2 * eighths // 8 // 8 * 8 if overlap else 0
 
 
 def warpgroup_trips(problem: AttentionProblem, config: SM90ForwardConfig, m_block: int, w: int) -> Trips:
@@ -130,8 +145,10 @@ def _key_tiles(problem: AttentionProblem, tile_n: int, end_row: int) -> int:
     return max(1, ceil_div(keys, tile_n))
 
 
-def build_plan(problem: AttentionProblem, config: SM90ForwardConfig, gpu: Gpu) -> KernelPlan:
-    """The plan for ``problem`` with ``config`` on ``gpu``.
+def build_plan(
+    problem: AttentionProblem, config: SM90ForwardConfig, gpu: Gpu, arrangement: Arrangement = OWN
+) -> KernelPlan:
+    """The plan for ``problem`` with ``config`` on ``gpu``, of this kernel or of one arranged otherwise.
 
     Raises:
         InfeasibleError: the kernel cannot run so; every reason is listed with its numbers.
@@ -188,6 +205,7 @@ def build_plan(problem: AttentionProblem, config: SM90ForwardConfig, gpu: Gpu) -
         emulated_registers(config.tile_n, config.exp2_share),
         config.exp2_degree if config.exp2_share else 0,
         config.rescale_threshold,
+        arrangement,
     )
     prologue, loop, epilogue = _operations(shape)
     mma, producer = config.registers
@@ -221,7 +239,7 @@ def build_plan(problem: AttentionProblem, config: SM90ForwardConfig, gpu: Gpu) -
             "always_masked": 1,
             "o_overlays_q": int(overlay),
             "longest_first": int(config.scheduler == "lpt" or (persistent and problem.mask_kind == "causal")),
-            "wait_register": wait_register(config.tile_n, config.overlap),
+            "wait_register": wait_register(config.tile_n, config.overlap, arrangement.wait_eighths),
             "emulated_registers": sum(shape.emulated),
             "launch_registers": config.launch_registers,
         },
@@ -383,7 +401,8 @@ def _mma_operations(shape: Shape, w: int) -> list[Operation]:
 def _softmax_operations(shape: Shape, w: int) -> list[Operation]:
     """One tile's softmax in a warpgroup; a thread holds ``tile_n / 4`` columns of each of two rows."""
     n, dv, role, threads = shape.tile_n, shape.head_dim_v, f"mma{w}", WARPGROUP
-    wait = wait_register(n, shape.overlap)
+    wait = wait_register(n, shape.overlap, shape.arrangement.wait_eighths)
+    together = shape.arrangement.together
     operations = [
         Operation(
             f"mask{w}", role, Unit.ALU, Work(alu=2 * ROWS * n, issue=WARPS * (n + 8)), when="masked",
@@ -399,7 +418,10 @@ def _softmax_operations(shape: Shape, w: int) -> list[Operation]:
     ]  # fmt: skip
     if wait:
         operations.append(
-            Operation(f"exp{w}_first", role, Unit.EXP, _exponential_work(shape, 0, wait, convert=False))
+            Operation(
+                f"exp{w}_first", role, Unit.EXP, _exponential_work(shape, 0, wait, convert=False),
+                together=together,
+            )
         )
     operations.append(
         Operation(
@@ -413,7 +435,9 @@ def _softmax_operations(shape: Shape, w: int) -> list[Operation]:
     if not shape.p_in_registers:
         # a 16-byte row of an 8 x 8 block for each lane of stmatrix; addresses and the barrier once
         last = last + Work(smem_generic_bytes=ROWS * n * 2, issue=WARPS * (n // 16 + 36))
-    operations.append(Operation(f"exp{w}_last" if wait else f"exp{w}", role, Unit.EXP, last))
+    operations.append(
+        Operation(f"exp{w}_last" if wait else f"exp{w}", role, Unit.EXP, last, together=together)
+    )
     return operations
 
 
