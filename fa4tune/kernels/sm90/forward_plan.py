@@ -95,6 +95,7 @@ class Shape(NamedTuple):
     degree: int
     threshold: float
     arrangement: Arrangement = OWN
+    lacking: int = 0
 
 
 def emulated_registers(tile_n: int, share: float) -> tuple[bool, ...]:
@@ -206,6 +207,7 @@ def build_plan(
         config.exp2_degree if config.exp2_share else 0,
         config.rescale_threshold,
         arrangement,
+        max(0, needed - config.launch_registers),
     )
     prologue, loop, epilogue = _operations(shape)
     mma, producer = config.registers
@@ -434,7 +436,10 @@ def _softmax_operations(shape: Shape, w: int) -> list[Operation]:
         last = last + Work(alu=threads * wait // 2, issue=WARPS * wait // 2)
     if not shape.p_in_registers:
         # a 16-byte row of an 8 x 8 block for each lane of stmatrix; addresses and the barrier once
-        last = last + Work(smem_generic_bytes=ROWS * n * 2, issue=WARPS * (n // 16 + 36))
+        addresses = 70 if shape.lacking else 11
+        last = last + Work(smem_generic_bytes=ROWS * n * 2, issue=WARPS * (n // 16 + addresses))
+    else:
+        last = last + Work(issue=WARPS * shape.lacking)
     operations.append(
         Operation(f"exp{w}_last" if wait else f"exp{w}", role, Unit.EXP, last, together=together)
     )
