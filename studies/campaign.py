@@ -2,7 +2,7 @@
 
 The model is fitted to these records. It is judged on others: `--set judged` names 20 more shapes (lengths,
 batches and head counts of their own, random configs of their own), which no fit and no choice of a mechanism
-has seen. `--set fresh` and `second` are 20 each that earlier models were judged on, and that
+has seen. `--set fresh`, `second` and `third` are 20 each that earlier models were judged on, and that
 mechanisms were compared on since.
 Lengths are runtime arguments, so the configs of a (head dim, mask) share their compiled objects over all its
 shapes.
@@ -40,9 +40,19 @@ from fa4tune.search.transfer import export, load_results
 DATA = Path(__file__).parent / "data" / "campaign.jsonl"
 FRESH_DATA = DATA.with_name("campaign_fresh.jsonl")
 SECOND_DATA = DATA.with_name("campaign_second.jsonl")
+THIRD_DATA = DATA.with_name("campaign_third.jsonl")
 JUDGED_DATA = DATA.with_name("campaign_judged.jsonl")
-SETS = {"fit": DATA, "fresh": FRESH_DATA, "second": SECOND_DATA, "judged": JUDGED_DATA}
+SETS = {
+    "fit": DATA,
+    "fresh": FRESH_DATA,
+    "second": SECOND_DATA,
+    "third": THIRD_DATA,
+    "judged": JUDGED_DATA,
+}
 """Sets of shapes and their files."""
+
+SEEDS = {"fit": "", "fresh": " fresh", "second": " second", "third": " judged", "judged": " fourth"}
+"""What a set's random configs are drawn by, besides their class."""
 
 CONFIGS_A_CLASS = 28
 GOOD = 14
@@ -81,16 +91,31 @@ SECOND_SHAPES = {
 }
 """Again, of a later model; that a queue orders roles only in part, and power of L2, came from these."""
 
-JUDGED_SHAPES = {
+THIRD_SHAPES = {
     896: (12, 1, 1),
     1792: (4, 1, 8),
     3584: (4, 2, 2),
     7168: (1, 1, 4),
     14336: (1, 2, 1),
 }
+"""Again; the rules of votes, of independent arithmetic and of sections of many roles came after these."""
+
+JUDGED_SHAPES = {
+    960: (16, 1, 1),
+    2304: (6, 1, 4),
+    4608: (3, 2, 2),
+    9216: (2, 2, 1),
+    20480: (1, 1, 8),
+}
 """Shapes that the model is judged on; nothing was fitted to them, and no mechanism chosen by them."""
 
-SHAPES_OF = {"fit": SHAPES, "fresh": FRESH_SHAPES, "second": SECOND_SHAPES, "judged": JUDGED_SHAPES}
+SHAPES_OF = {
+    "fit": SHAPES,
+    "fresh": FRESH_SHAPES,
+    "second": SECOND_SHAPES,
+    "third": THIRD_SHAPES,
+    "judged": JUDGED_SHAPES,
+}
 
 
 def pause_us(gpu: Gpu) -> float:
@@ -137,7 +162,7 @@ def configs(head_dim: int, mask: str, gpu: Gpu, which: str = "fit") -> list[Kern
         if config not in chosen:
             chosen.append(config)
     chosen += [entry.config for entry in diverse(rank_space(problem, gpu), GOOD, taken=chosen)]
-    rng = random.Random(f"{head_dim} {mask}" if which == "fit" else f"{head_dim} {mask} {which}")
+    rng = random.Random(f"{head_dim} {mask}{SEEDS[which]}")
     while len(chosen) < CONFIGS_A_CLASS:
         drawn = random_feasible(problem, gpu, rng)
         if drawn is not None and drawn not in chosen:

@@ -52,11 +52,11 @@ class Gpu:
     ``exp_beside_mma``, ``alu_beside_mma`` and ``fma_beside_mma`` the part of a pipe's rate that is left while
     tensor cores that keep their accumulators in registers work; ``contention`` how far other roles' use of
     the tensor cores or tensor memory delays a role (0 never, 1 as if they met at random and shared evenly),
-    ``section_contention`` the same for the schedulers and pipes of arithmetic; ``dense_hold`` for which part of
-    its length independent arithmetic, which a scheduler finds ready every cycle, holds up other roles' matmuls;
-    ``smem_conflict`` the part of SMEM writes and thread accesses that holds up operand reads of the tensor
-    cores when they meet (1: they come first). ``hbm_efficiency`` is the part of the HBM bandwidth that a
-    kernel reaches.
+    ``section_contention`` the part of a section of arithmetic for which its busiest pipe works;
+    ``dense_hold`` for which part of its length independent arithmetic, which a scheduler finds ready every
+    cycle, holds up other roles' matmuls; ``smem_conflict`` the part of SMEM writes and thread accesses that
+    holds up operand reads of the tensor cores when they meet (1: they come first). ``hbm_efficiency`` is the
+    part of the HBM bandwidth that a kernel reaches.
 
     ``mma_clock`` is the true SM clock over the one that the driver shows while tensor cores work.
     ``active_watts`` and ``tensor_watts`` are the power at ``max_clock_mhz`` of busy SMs without matrix work

@@ -47,9 +47,9 @@ CONSTANTS = (
     Constant("exp_overlap", 0.11, 0.8, "from one warpgroup's section alone to nearly all of the shorter"),
     Constant(
         "section_contention",
-        0.2,
-        1.5,
-        "0: sections of different roles never meet, 1: they meet at random and share evenly",
+        0.5,
+        1.0,
+        "part that the busiest pipe of a section works: two sections that hide each other, to one pipe alone",
     ),
     Constant(
         "mma_start_clk", 0.0, 65.5, "from products that follow without a gap to a lone one's whole latency"

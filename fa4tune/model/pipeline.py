@@ -116,9 +116,9 @@ def settle(
 ) -> Timed:
     """The steady state that roles fall into: at random phase or, where that is quicker, in part a queue.
 
-    A queue keeps roles in order only while a product waits in it, so that two are at the tensor cores: as often
-    as the square of their busy share (M/M/1: Kleinrock, Queueing Systems I, section 3.2). Else
-    chance has them. Arguments as of :func:`solve`.
+    A queue keeps roles in order only while a product waits in it, so that two are at the tensor cores: as
+    often as the square of their busy share (M/M/1: Kleinrock, Queueing Systems I, section 3.2). Else chance
+    has them. Arguments as of :func:`solve`.
     """
     shape = skeleton(loop)
     demand = Demand(shape, durations, weights, rates.gpu, copies)

@@ -11,17 +11,21 @@ after it; those of other roles as often as chance has it, which is the part of t
 
 **Independent arithmetic.** A scheduler goes on with a warp that has an instruction ready every cycle, as
 polynomials and element by element work have. For ``dense_hold`` of its length the products of other roles
-stand still, because their next instruction is not issued. Polynomials that stand together, with no exponential
-between them, hold up other roles' sections too, for as long as they last beside tensor cores at work.
+stand still, because their next instruction is not issued. Polynomials that stand together, with no
+exponential between them, hold up other roles' sections too, for as long as they last beside tensor cores.
 
 **Stations.** Where several roles use a unit and no order or barrier says who goes first, a role finds another
 one there with the probability that the other is there at all, and then shares the unit with it evenly: work
 ``w`` of role *g* takes ``w (1 + c * sum of the others' busy fractions)``, ``c`` being ``contention`` of the
-hardware file, or ``section_contention`` for sections. Busy fractions follow from these longer times and the
-period (mean value analysis of a closed queueing network, Bard's approximation with exact self-exclusion); all
-of it is linear, so that factors at a period are closed formulas. Two equal roles that do nothing but share a
-unit take exactly twice as long each. Roles in step meet surely, and work that an order between roles lets in
-by turns meets only work outside that order.
+hardware file. Sections need several pipes and leave even the busiest one idle for some of their time: of
+*n* roles that are all in theirs, each takes ``n s`` times as long, ``s`` being ``section_contention``, the
+part of it for which that pipe works. So there ``c = (n s - 1) / (n - 1)``: two hide among each other, many do
+not.
+
+Busy fractions follow from these longer times and the period (mean value analysis of a closed queueing
+network, Bard's approximation with exact self-exclusion); all of it is linear, so that factors at a period are
+closed formulas. Two equal roles that do nothing but share a unit take exactly twice as long each. Roles in
+step meet surely, and work that an order between roles lets in by turns meets only work outside that order.
 """
 
 from __future__ import annotations
@@ -80,8 +84,8 @@ class Demand:
             SMEM traffic or what products of other roles add, tensor memory, what nobody disturbs, latency.
         issues: cycles that issuing takes, by operation.
         sections, slower, tmem: cycles at these stations by role; ``slower`` is what products of others add.
-        holding: cycles for which other roles' independent instructions hold up a role's products, by role; empty
-            where none do. ``blocking``: for which their blocks of polynomials hold up its sections.
+        holding: cycles for which other roles' independent instructions hold up a role's products, by role;
+            empty where none do. ``blocking``: for which their blocks of polynomials hold up its sections.
         held, yielding: cycles of the tensor cores, and those that yield to SMEM traffic, all CTAs.
         elsewhere: the same of others, by role.
         traffic: cycles for which SMEM serves others than the tensor cores, all CTAs.
@@ -171,10 +175,13 @@ class Sharing:
                 return []
             return [(group, cycles) for group, cycles in enumerate(work) if cycles]
 
+        self._section_contention = section_contention(
+            gpu.section_contention, copies * sum(map(bool, demand.sections))
+        )
         using = sum([1 for own in self._products if any(own)])
         self._tensor = meeting(gpu.contention, free, using)
         self._by_turns = any(turn) and bool(self._tensor or (gpu.contention and copies > 1))
-        self._sections = meeting(gpu.section_contention, demand.sections, sum(map(bool, demand.sections)))
+        self._sections = meeting(self._section_contention, demand.sections, sum(map(bool, demand.sections)))
         self._tmem = meeting(gpu.contention, demand.tmem, sum(map(bool, demand.tmem)))
 
     def blocked(self, period: float) -> float:
@@ -202,7 +209,7 @@ class Sharing:
         if self._sections:
             longer = self.demand.slower
             sections = [(group, cycles + longer[group] * met[group]) for group, cycles in self._sections]
-            if not self._meet(stretch, SECTION, sections, gpu.section_contention, period, blocked):
+            if not self._meet(stretch, SECTION, sections, self._section_contention, period, blocked):
                 return None
         else:
             for factors, extra in zip(stretch, blocked, strict=True):
@@ -372,7 +379,7 @@ class Sharing:
         for roles, contention in (
             (self._tensor, gpu.contention),
             (self._tmem, gpu.contention),
-            (self._sections, gpu.section_contention),
+            (self._sections, self._section_contention),
         ):
             if roles:
                 most = max([cycles + self.demand.slower[group] for group, cycles in roles])
@@ -385,6 +392,15 @@ class Sharing:
     def period_of(self, along: Along, least: float, start: float) -> float:
         """The period, at least ``least``, at which a cycle takes no longer than the period itself."""
         return fixed_point(lambda period: self.ratio(along, period), least, start)
+
+
+def section_contention(busiest: float, roles: int) -> float:
+    """Contention of each other role's sections, of ``roles`` that have some.
+
+    All of them at once need ``roles * busiest`` of the time that one takes alone, ``busiest`` being the part
+    for which its busiest pipe works, and no less than that one.
+    """
+    return max(0.0, (roles * busiest - 1.0) / (roles - 1)) if roles > 1 else busiest
 
 
 @lru_cache

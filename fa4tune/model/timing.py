@@ -48,8 +48,8 @@ class Duration:
         yielding: of these, what gives way to other SMEM traffic that it meets.
         section: of the role's own instructions.
         hindered: how much longer that is where tensor cores work all the time.
-        dense: those in which a warp has an independent instruction every cycle, so that its scheduler issues no
-            other warp's matmuls.
+        dense: those in which a warp has an independent instruction every cycle, so that its scheduler issues
+            no other warp's matmuls.
         block: those of polynomials that stand together, during which no other warp issues anything.
         tmem: of tensor-memory loads and stores that the role waits for.
         other: what no other role disturbs.

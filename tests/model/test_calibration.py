@@ -46,6 +46,7 @@ TRUE = replace(
     exp_beside_mma=0.72,
     alu_beside_mma=0.55,
     fma_beside_mma=0.91,
+    dense_hold=0.7,
     smem_conflict=0.8,
     hbm_efficiency=0.88,
     mma_clock=0.92,
@@ -115,7 +116,8 @@ def _cycles(name: str, work: float) -> float:
     if family == "beside":
         first, others = rest.split(".")
         if first == "rs128":
-            return work / TRUE.mma_flops_per_clk
+            # its own time and, of the other's, what it stands still for
+            return _matmul_cycles("wgmma.rs.n128.k8.queued.wg1") / (1.0 - TRUE.dense_hold * (others == "fma"))
         rate, left = {
             "ex2": (TRUE.exp_per_clk, TRUE.exp_beside_mma),
             "max": (TRUE.alu_per_clk, TRUE.alu_beside_mma),
@@ -244,6 +246,7 @@ def test_what_is_not_calibrated_keeps_the_base_s_number_and_source(tmp_path: Pat
         ("named.latency", {"barrier_latency_clk", "turn_latency_clk"}),
         ("beside.ex2.rs64", {"exp_beside_mma"}),
         ("beside.max.none", {"alu_beside_mma"}),
+        ("beside.rs128.fma", {"dense_hold"}),
         ("copy.l2.16k.alone", {"copy_latency_clk", "copy_miss_clk"}),
         ("interference.stores8", {"smem_conflict"}),
         ("hbm.throughput", {"hbm_efficiency"}),
@@ -314,7 +317,11 @@ def test_arithmetic_that_matmuls_do_not_hold_up_keeps_its_rate() -> None:
     number = next(n for n in _calibration(lines).numbers if n.field == "fma_beside_mma")
     assert number.value == 1.0
     assert "300 cycles alone, 298 (rs128), 298 (ss128), 298 (rs64) beside" in number.source
-    assert "wgmma of 518 cycles beside fma takes 518" in number.source
+
+
+def test_what_independent_arithmetic_holds_up_is_the_rest_of_the_matmuls_rate() -> None:
+    number = next(n for n in _calibration(_lines()).numbers if n.field == "dense_hold")
+    assert "wgmma of 518 cycles takes 1726 beside another warpgroup's independent fma" in number.source
 
 
 @pytest.mark.parametrize("name", ["matmul", "loop d128 wg2"])

@@ -59,7 +59,7 @@ def read_cycles(gpu_changes: dict[str, float], found: list[Sample]) -> list[Prof
 
 
 def test_fit_recovers_constants_that_made_the_data() -> None:
-    truth = {"section_contention": 0.3, "arithmetic_latency_clk": 60.0}
+    truth = {"section_contention": 0.95, "arithmetic_latency_clk": 70.0}
     chosen = [c for c in CONSTANTS if c.name in truth]
     found = made_up(truth, 0.01, 24)
     result = fit(found, read_cycles(truth, found[::4]), load_gpu("h200"), PAUSE_US, constants=chosen, folds=2)
@@ -73,7 +73,7 @@ def test_fit_recovers_constants_that_made_the_data() -> None:
 
 def test_cycles_tell_what_a_clock_hides() -> None:
     # times in turns hardly change with power and cycles scaled together; cycles are what they are
-    truth = {"section_contention": 0.5, "active_watts": 600.0}
+    truth = {"section_contention": 0.6, "active_watts": 600.0}
     chosen = [c for c in CONSTANTS if c.name in truth]
     found = made_up(truth, 0.0, 12)
     result = fit(found, read_cycles(truth, found), load_gpu("h200"), PAUSE_US, constants=chosen, folds=2)
@@ -121,7 +121,7 @@ def test_cycles_of_another_kernel_version_are_refused(tmp_path: Path) -> None:
 
 def test_overlay_is_a_hardware_file_with_sources(tmp_path: Path) -> None:
     chosen = [c for c in CONSTANTS if c.name == "section_contention"]
-    found = made_up({"section_contention": 0.5}, 0.0, 4)
+    found = made_up({"section_contention": 0.6}, 0.0, 4)
     result = fit(found, [], load_gpu("h200"), PAUSE_US, constants=chosen, folds=2)
     path = tmp_path / "fitted.toml"
     path.write_text(overlay(result, "h200", "made up"))

@@ -274,8 +274,8 @@ def test_roles_queue_up_only_where_that_is_quicker() -> None:
         if at_random.period <= in_order.period:
             assert found.period == at_random.period
             continue
-        # in order while the queue is not empty
-        full = in_order.tensor_total / in_order.period
+        # in order while a product waits
+        full = (in_order.tensor_total / in_order.period) ** 2
         mixed = full * in_order.period + (1.0 - full) * at_random.period
         assert found.period == pytest.approx(mixed, rel=1e-6)
         assert in_order.period <= found.period * (1 + 1e-9) <= at_random.period * (1 + 1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -10,7 +11,17 @@ from hypothesis import strategies as st
 
 from fa4tune.kernels.plan import Dependency, Loop, Operation, Order, Unit, Work
 from fa4tune.model.event_graph import maximum_cycle_ratio
-from fa4tune.model.sharing import SECTION, STATIONS, TENSOR, TMEM, TURNS, Demand, Sharing, fixed_point
+from fa4tune.model.sharing import (
+    SECTION,
+    STATIONS,
+    TENSOR,
+    TMEM,
+    TURNS,
+    Demand,
+    Sharing,
+    fixed_point,
+    section_contention,
+)
 from fa4tune.model.skeleton import skeleton
 from tests.model.loops import chain, durations_of, exponentials, plain_gpu, product, random_attention, solved
 
@@ -22,7 +33,7 @@ def test_factors_are_those_of_the_rule(turns: str, copies: int) -> None:
     compared = 0
     for _ in range(60):
         loop = random_attention(rng, turns)
-        gpu = plain_gpu(contention=rng.uniform(0.1, 1.0), section_contention=rng.uniform(0.1, 1.0))
+        gpu = plain_gpu(contention=rng.uniform(0.1, 1.0), section_contention=rng.uniform(0.3, 1.0))
         shape, ones = skeleton(loop), [1.0] * len(loop.body)
         sharing = Sharing(shape, Demand(shape, durations_of(loop, gpu), ones, gpu, copies))
         period = sharing.demand.least * rng.uniform(1.0, 3.0)
@@ -44,8 +55,9 @@ def test_factors_are_those_of_the_rule(turns: str, copies: int) -> None:
             [cycles * factor / period for cycles, factor in zip(own, factors, strict=True)]
             for own, factors in zip(work, stretch, strict=True)
         ]
+        busy_roles = copies * sum(bool(own[SECTION]) for own in work)
         rules = (
-            (SECTION, (SECTION,), (SECTION,), gpu.section_contention),
+            (SECTION, (SECTION,), (SECTION,), section_contention(gpu.section_contention, busy_roles)),
             (TENSOR, (TENSOR, TURNS), (TENSOR, TURNS), gpu.contention),
             (TURNS, (TENSOR,), (TENSOR, TURNS), gpu.contention),  # turns of its own CTA it does not meet
         )
@@ -179,17 +191,52 @@ def polynomials(name: str, role: str, elements: int) -> Operation:
     )  # fmt: skip
 
 
-def test_polynomials_hold_up_what_other_roles_do() -> None:
-    # 64 cycles of polynomials, twice their length, are 128 of the other role's period each way
-    body = (product("qk", "m", 500), polynomials("poly", "s", 1024), exponentials("exp", "m", 700))
-    loop = Loop(body, (Dependency("qk", "exp"),), (Order("m", ("qk", "exp")), Order("s", ("poly",))))
+def beside(work: Operation) -> Loop:
+    """A role that multiplies for 500 cycles and exponentiates for 700, and one that does ``work``."""
+    body = (product("qk", "m", 500), work, exponentials("exp", "m", 700))
+    return Loop(body, (Dependency("qk", "exp"),), (Order("m", ("qk", "exp")), Order("s", (work.name,))))
+
+
+def test_independent_arithmetic_holds_up_products_of_other_roles() -> None:
     free = plain_gpu(section_contention=0.0, dense_hold=0.0)
-    assert solved(loop, free).period == pytest.approx(1200)
-    held = plain_gpu(section_contention=0.0, dense_hold=2.0)
-    # P = 1200 (1 + 128 / P)
-    assert solved(loop, held).period == pytest.approx(600 + (600**2 + 1200 * 128) ** 0.5, rel=1e-8)
-    alone = Loop((polynomials("poly", "s", 1024),), (), (Order("s", ("poly",)),))
-    assert solved(alone, held).period == pytest.approx(64)
+    held = dataclasses.replace(free, dense_hold=0.8)
+    rescale = Operation("scale", "s", Unit.FMA, Work(fma=128 * 64, issue=4 * 64))
+    for work in (polynomials("poly", "s", 1024), rescale):
+        assert solved(beside(work), free).period == pytest.approx(1200)
+        # 64 cycles of it: P = 500 (1 + 0.8 * 64 / P) + 700
+        period = 600 + (600**2 + 500 * 0.8 * 64) ** 0.5
+        assert solved(beside(work), held).period == pytest.approx(period, rel=1e-8)
+        alone = Loop((work,), (), (Order("s", (work.name,)),))
+        assert solved(alone, held).period == pytest.approx(64)
+
+
+def test_polynomials_that_stand_together_hold_up_sections_too() -> None:
+    gpu = plain_gpu(section_contention=0.0, dense_hold=0.8, fma_beside_mma=0.9, alu_beside_mma=0.5)
+    # an element takes six slots of the FMA pipe and two of an ALU of half the rate, one pipe after the other
+    count = 8 * 1024 // 32
+    together = Operation(
+        "poly", "s", Unit.EXP,
+        Work(exp_emulated=1024, issue=count, issue_emulated=count, fma=6 * 1024, fma_emulated=6 * 1024,
+             alu=2 * 1024, alu_emulated=2 * 1024), together=True,
+    )  # fmt: skip
+    alone = Loop((together,), (), (Order("s", ("poly",)),))
+    assert solved(alone, gpu).period == pytest.approx(48 + 32)
+    # beside tensor cores at work it lasts 48 / 0.9 + 32 / 0.5, and holds up matmuls and exponentials alike
+    lasts = 0.8 * (48 / 0.9 + 32 / 0.5)
+    period = 600 + (600**2 + 1200 * lasts) ** 0.5
+    assert solved(beside(together), gpu).period == pytest.approx(period, rel=1e-8)
+    apart = dataclasses.replace(together, together=False)
+    assert solved(beside(apart), gpu).period < period
+    assert solved(Loop((apart,), (), (Order("s", ("poly",)),)), gpu).period == pytest.approx(64)
+
+
+def test_all_sections_at_once_take_what_their_busiest_pipe_has_to_do() -> None:
+    for roles in (2, 3, 4):
+        contention = section_contention(0.75, roles)
+        assert 1.0 + (roles - 1) * contention == pytest.approx(0.75 * roles)
+    assert section_contention(1.0, 2) == 1.0
+    assert section_contention(0.4, 2) == 0.0  # both hide under each other
+    assert section_contention(0.75, 3) > section_contention(0.75, 2)
 
 
 def test_a_pipe_is_full_when_its_work_and_what_products_take_from_it_fill_the_period() -> None:

@@ -96,6 +96,7 @@ class Shape(NamedTuple):
     threshold: float
     arrangement: Arrangement = OWN
     lacking: int = 0
+    """Registers that a thread's fragments need beyond those at launch, which the assembler goes by."""
 
 
 def emulated_registers(tile_n: int, share: float) -> tuple[bool, ...]:
@@ -424,7 +425,7 @@ def _softmax_operations(shape: Shape, w: int) -> list[Operation]:
                 f"exp{w}_first", role, Unit.EXP, _exponential_work(shape, 0, wait, convert=False),
                 together=together,
             )
-        )
+        )  # fmt: skip
     operations.append(
         Operation(
             f"rescale{w}", role, Unit.FMA, Work(fma=ROWS * dv, issue=WARPS * dv // 2),
@@ -435,10 +436,12 @@ def _softmax_operations(shape: Shape, w: int) -> list[Operation]:
     if wait:
         last = last + Work(alu=threads * wait // 2, issue=WARPS * wait // 2)
     if not shape.p_in_registers:
-        # a 16-byte row of an 8 x 8 block for each lane of stmatrix; addresses and the barrier once
+        # a 16-byte row of an 8 x 8 block for each lane of stmatrix; where registers lack, their addresses are
+        # computed again in every iteration (as a profiler counts them)
         addresses = 70 if shape.lacking else 11
         last = last + Work(smem_generic_bytes=ROWS * n * 2, issue=WARPS * (n // 16 + addresses))
     else:
+        # and so are descriptors, about one instruction for each
         last = last + Work(issue=WARPS * shape.lacking)
     operations.append(
         Operation(f"exp{w}_last" if wait else f"exp{w}", role, Unit.EXP, last, together=together)
