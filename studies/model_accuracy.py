@@ -12,10 +12,10 @@ are predicted so. Without these shapes it judges every other shape of the campai
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 
@@ -39,7 +39,7 @@ from fa4tune.model.accuracy import (
     samples,
     times_in_turns,
 )
-from fa4tune.model.predict import Prediction, predict
+from fa4tune.model.predict import predict
 from fa4tune.model.roofline import roofline
 from fa4tune.problem import AttentionProblem
 from fa4tune.record import read_trials
@@ -289,19 +289,34 @@ def upstream_code(share: float, threshold: float) -> Arrangement:
     return Arrangement(wait_eighths=0 if share or threshold else 1, together=True)
 
 
-def upstream_softmax() -> None:
-    """Emulation and threshold in upstream's Hopper kernel: effect on the speed, predicted (measured).
+HALVES = (slice(0, 4), slice(4, 8))
+"""Columns of the head dimensions 64 and 128."""
+
+
+class Effect(NamedTuple):
+    """Change of speed by a share, threshold and degree, by column: predicted, measured, measured again."""
+
+    row: tuple[float, float, int]
+    said: list[float]
+    took: list[float]
+    again: list[list[float]]
+
+    def near(self, took: Sequence[float]) -> int:
+        """Head dimensions whose mean is predicted within 3 points."""
+        return sum(abs(fmean(self.said[half]) - fmean(took[half])) <= 0.03 for half in HALVES)
+
+
+def upstream_effects(arranged: Callable[[float, float], Arrangement]) -> list[Effect]:
+    """Emulation and threshold in upstream's Hopper kernel, arranged as ``arranged(share, threshold)`` says.
 
     A row is timed for about 0.1 s a column, less than the second for whose power the board sets a clock, so
     that all rows share one: predicted are cycles.
     """
     gpu = load_gpu("h200")
-    again = json.loads(UPSTREAM_AGAIN.read_text())["rows"]
-    data = json.loads(UPSTREAM.read_text())
-    columns = [tuple(c) for c in data["columns"]]
-    halves = (slice(0, 4), slice(4, 8))
+    data, again = (json.loads(path.read_text()) for path in (UPSTREAM, UPSTREAM_AGAIN))
+    columns = [tuple(column) for column in data["columns"]]
 
-    def columns_of(share: float, threshold: float, degree: int, arrangement: Arrangement) -> list[Prediction]:
+    def cycles(share: float, threshold: float, degree: int) -> list[float]:
         found = []
         for head_dim, seqlen, mask in columns:
             heads = 2048 // head_dim
@@ -316,19 +331,36 @@ def upstream_softmax() -> None:
                 rescale_threshold=threshold,
                 scheduler="lpt" if mask == "causal" else "persistent",
             )
-            found.append(predict(forward_plan.build_plan(problem, config, gpu, arrangement), gpu))
+            plan = forward_plan.build_plan(problem, config, gpu, arranged(share, threshold))
+            found.append(predict(plan, gpu).cycles)
         return found
 
-    def measured(rows: list[dict[str, Any]], *key: float) -> list[list[float]]:
-        """TFLOP/s of the rows of a share, threshold and degree."""
+    def measured(rows: list[dict[str, Any]], row: tuple[float, float, int]) -> list[list[float]]:
         names = ("exp2_share", "rescale_threshold", "exp2_degree")
-        return [row["tflops"] for row in rows if tuple(row[name] for name in names) == key]
+        return [entry["tflops"] for entry in rows if tuple(entry[name] for name in names) == row]
 
-    base = [fmean(column) for column in zip(*measured(data["rows"], 0.0, 0.0, 3), strict=True)]
-    base_again = measured(again, 0.0, 0.0, 3)[0]
-    keys = list(
-        dict.fromkeys((r["exp2_share"], r["rescale_threshold"], r["exp2_degree"]) for r in data["rows"])
-    )
+    def over(speeds: Sequence[float], base: Sequence[float]) -> list[float]:
+        return [speed / before - 1 for speed, before in zip(speeds, base, strict=True)]
+
+    plain = (0.0, 0.0, 3)
+    start = cycles(*plain)
+    base = [fmean(column) for column in zip(*measured(data["rows"], plain), strict=True)]
+    base_again = measured(again["rows"], plain)[0]
+    rows = dict.fromkeys((r["exp2_share"], r["rescale_threshold"], r["exp2_degree"]) for r in data["rows"])
+    return [
+        Effect(
+            row,
+            over(start, cycles(*row)),
+            over(measured(data["rows"], row)[0], base),
+            [over(speeds, base_again) for speeds in measured(again["rows"], row)],
+        )
+        for row in rows
+        if row != plain
+    ]
+
+
+def upstream_softmax() -> None:
+    """Print :func:`upstream_effects`, arranged as our kernel and as upstream's machine code."""
     print(
         "\n## Upstream's Hopper kernel with FlashAttention-4's softmax: effect on speed, predicted "
         "(measured; patched and measured again, each spelling)"
@@ -337,30 +369,19 @@ def upstream_softmax() -> None:
         ("arranged as our kernel", lambda share, threshold: forward_plan.OWN),
         ("arranged as its machine code", upstream_code),
     ):
-        start = columns_of(0.0, 0.0, 3, arranged(0.0, 0.0))
-        print(f"\n{words}; baseline TFLOP/s: ", end="")
-        print(", ".join(f"{s.tflops:.0f} ({m:.0f})" for s, m in zip(start, base, strict=True)))
-        near = near_again = 0
-        for key in keys[1:]:
-            found = columns_of(*key, arranged(*key[:2]))
-            said = [s.cycles / p.cycles - 1 for p, s in zip(found, start, strict=True)]
-            took = [t / b - 1 for t, b in zip(measured(data["rows"], *key)[0], base, strict=True)]
-            others = [
-                [t / b - 1 for t, b in zip(row, base_again, strict=True)] for row in measured(again, *key)
-            ]
-            cells = []
-            for half in halves:
-                mean, first = fmean(said[half]), fmean(took[half])
-                near += abs(mean - first) <= 0.03
-                near_again += abs(mean - fmean(others[0][half])) <= 0.03
-                cells.append(
-                    f"{mean:+6.1%} ({first:+6.1%}; {', '.join(f'{fmean(o[half]):+.1%}' for o in others)})"
-                )
-            share, threshold, degree = key
-            each = " ".join(f"{p:+.1%} ({t:+.1%})" for p, t in zip(said, took, strict=True))
-            print(f"{share:.3f} {threshold:3g} {degree:d} | d64 {cells[0]}  d128 {cells[1]} | {each}")
-        count = len(halves) * (len(keys) - 1)
-        print(f"means within 3 points: {near} of {count}; of those measured again {near_again}")
+        effects = upstream_effects(arranged)
+        print(f"\n{words}\nshare thr deg")
+        for effect in effects:
+            share, threshold, degree = effect.row
+            means = "  ".join(
+                f"{fmean(effect.said[half]):+6.1%} ({fmean(effect.took[half]):+6.1%}; "
+                f"{', '.join(f'{fmean(other[half]):+.1%}' for other in effect.again)})"
+                for half in HALVES
+            )
+            each = " ".join(f"{p:+.1%} ({t:+.1%})" for p, t in zip(effect.said, effect.took, strict=True))
+            print(f"{share:.3f} {threshold:3g} {degree:d} | {means} | {each}")
+        near, again = (sum(e.near(e.took) for e in effects), sum(e.near(e.again[0]) for e in effects))
+        print(f"means within 3 points: {near} of {2 * len(effects)}; of those measured again {again}")
 
 
 def main() -> None:

@@ -9,8 +9,10 @@ import pytest
 from fa4tune.errors import InfeasibleError
 from fa4tune.hardware.gpu import load_gpu
 from fa4tune.kernels.config import SM90ForwardConfig, default_config
-from fa4tune.kernels.plan import KernelPlan
+from fa4tune.kernels.plan import KernelPlan, total_work
 from fa4tune.kernels.sm90.forward_plan import (
+    OWN,
+    Arrangement,
     build_plan,
     cta_trips,
     emulated_registers,
@@ -129,6 +131,37 @@ def test_wait_for_pv_stands_at_a_whole_k_step() -> None:
         assert wait_register(tile_n, True) % 8 == 0
         assert wait_register(tile_n, True) <= tile_n // 4
     assert wait_register(128, False) == 0
+
+
+@pytest.mark.parametrize("eighths", [0, 1, 4])
+@pytest.mark.parametrize("together", [False, True])
+def test_an_arrangement_moves_work_and_adds_none(eighths: int, together: bool) -> None:
+    config = SM90ForwardConfig().with_text("exp2_share=0.25,tile_n=128")
+    problem = AttentionProblem.parse(D128)
+    own, other = (
+        build_plan(problem, config, H200, arrangement)
+        for arrangement in (OWN, Arrangement(eighths, together))
+    )
+    assert total_work(other.loop.body) == total_work(own.loop.body)
+    names = [operation.name for operation in other.loop.body]
+    assert ("exp0_first" in names) == (eighths > 0)
+    assert {op.together for op in other.loop.body if op.work.exp_emulated} == {together}
+
+
+def test_scarce_registers_cost_instructions() -> None:
+    def beyond(knobs: str, tile_n: int) -> int:
+        """Instructions of an iteration that are not in proportion to its keys, as those of few keys are."""
+        few, more, many = (
+            total_work(plan_of(D64, f"{knobs},tile_n={n}").loop.body).issue for n in (48, 64, tile_n)
+        )
+        return many - few - (more - few) * (tile_n - 48) // 16
+
+    # fragments and addresses are 156 registers, 28 more than at launch: one instruction each in 12 warps
+    assert beyond("tile_m=192", 80) == 0
+    assert beyond("tile_m=192", 128) == 12 * 28
+    # P's addresses are kept, or computed in every iteration: 11 or 70 instructions of 8 warps
+    assert beyond("p_in_registers=false", 128) == 0
+    assert beyond("p_in_registers=false", 240) == 8 * 59
 
 
 def test_turns_order_the_matrix_work_of_all_warpgroups() -> None:
