@@ -1,4 +1,4 @@
-"""The accuracy study: what it says of upstream's softmax, arranged as that kernel's machine code."""
+"""The study of upstream's softmax, arranged as that kernel's machine code."""
 
 from statistics import fmean
 from types import ModuleType
@@ -10,12 +10,12 @@ from tests.study import load_study
 
 @pytest.fixture(scope="module")
 def study() -> ModuleType:
-    return load_study("model_accuracy")
+    return load_study("upstream_softmax")
 
 
 def test_signs_are_right_where_an_effect_exceeds_three_percent(study: ModuleType) -> None:
     compared = 0
-    for effect in study.upstream_effects(study.upstream_code):
+    for effect in study.effects(study.machine_code):
         for half in study.HALVES:
             said, took = fmean(effect.said[half]), fmean(effect.took[half])
             if abs(took) > 0.03:
@@ -25,10 +25,10 @@ def test_signs_are_right_where_an_effect_exceeds_three_percent(study: ModuleType
 
 
 def test_sizes_are_within_three_points_where_polynomials_are(study: ModuleType) -> None:
-    effects = study.upstream_effects(study.upstream_code)
+    effects = study.effects(study.machine_code)
     assert all(effect.near(effect.took) == 2 for effect in effects if effect.row[0])
     # taken to stand between exponentials, as they do not, they cost too little
-    apart = study.upstream_effects(lambda share, threshold: study.Arrangement())
+    apart = study.effects(lambda share, threshold: study.Arrangement())
     assert sum(effect.near(effect.took) for effect in apart) < sum(e.near(e.took) for e in effects)
 
 
