@@ -2,8 +2,8 @@
 
 The model is fitted to these records. It is judged on others: `--set judged` names 20 more shapes (lengths,
 batches and head counts of their own, random configs of their own), which no fit and no choice of a mechanism
-has seen. `--set fresh`, `second` and `third` are 20 each that earlier models were judged on, and that
-mechanisms were compared on since.
+has seen. `--set fresh`, `second`, `third` and `fourth` are 20 each that earlier models were judged on, and
+that mechanisms were compared on since.
 Lengths are runtime arguments, so the configs of a (head dim, mask) share their compiled objects over all its
 shapes.
 
@@ -41,17 +41,26 @@ DATA = Path(__file__).parent / "data" / "campaign.jsonl"
 FRESH_DATA = DATA.with_name("campaign_fresh.jsonl")
 SECOND_DATA = DATA.with_name("campaign_second.jsonl")
 THIRD_DATA = DATA.with_name("campaign_third.jsonl")
+FOURTH_DATA = DATA.with_name("campaign_fourth.jsonl")
 JUDGED_DATA = DATA.with_name("campaign_judged.jsonl")
 SETS = {
     "fit": DATA,
     "fresh": FRESH_DATA,
     "second": SECOND_DATA,
     "third": THIRD_DATA,
+    "fourth": FOURTH_DATA,
     "judged": JUDGED_DATA,
 }
 """Sets of shapes and their files."""
 
-SEEDS = {"fit": "", "fresh": " fresh", "second": " second", "third": " judged", "judged": " fourth"}
+SEEDS = {
+    "fit": "",
+    "fresh": " fresh",
+    "second": " second",
+    "third": " judged",
+    "fourth": " fourth",
+    "judged": " fifth",
+}
 """What a set's random configs are drawn by, besides their class."""
 
 CONFIGS_A_CLASS = 28
@@ -100,12 +109,21 @@ THIRD_SHAPES = {
 }
 """Again; the rules of votes, of independent arithmetic and of sections of many roles came after these."""
 
-JUDGED_SHAPES = {
+FOURTH_SHAPES = {
     960: (16, 1, 1),
     2304: (6, 1, 4),
     4608: (3, 2, 2),
     9216: (2, 2, 1),
     20480: (1, 1, 8),
+}
+"""Again; that stores of P hide under exponentials came after these."""
+
+JUDGED_SHAPES = {
+    1152: (14, 1, 1),
+    1920: (8, 1, 2),
+    3840: (4, 1, 4),
+    10240: (2, 2, 2),
+    18432: (1, 1, 1),
 }
 """Shapes that the model is judged on; nothing was fitted to them, and no mechanism chosen by them."""
 
@@ -114,6 +132,7 @@ SHAPES_OF = {
     "fresh": FRESH_SHAPES,
     "second": SECOND_SHAPES,
     "third": THIRD_SHAPES,
+    "fourth": FOURTH_SHAPES,
     "judged": JUDGED_SHAPES,
 }
 

@@ -206,6 +206,8 @@ def _duration(operation: Operation, warps: int, gpu: Gpu) -> Duration:
         + alu / part * (1.0 / gpu.alu_beside_mma - 1.0)
         + fma / part * (1.0 / gpu.fma_beside_mma - 1.0)
     )
+    # stores of P go out while further exponentials are computed
+    accesses = 0.0 if work.exp else work.smem_generic_bytes / gpu.smem_bytes_per_clk / part
     return Duration(
         asynchronous=False,
         units=units,
@@ -215,5 +217,5 @@ def _duration(operation: Operation, warps: int, gpu: Gpu) -> Duration:
         dense=max(block, polynomial) if chained else section,
         block=block,
         tmem=waited,
-        other=work.smem_generic_bytes / gpu.smem_bytes_per_clk / part,
+        other=accesses,
     )

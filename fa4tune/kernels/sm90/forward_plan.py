@@ -440,9 +440,6 @@ def _softmax_operations(shape: Shape, w: int) -> list[Operation]:
         # computed again in every iteration (as a profiler counts them)
         addresses = 70 if shape.lacking else 11
         last = last + Work(smem_generic_bytes=ROWS * n * 2, issue=WARPS * (n // 16 + addresses))
-    else:
-        # and so are descriptors, about one instruction for each
-        last = last + Work(issue=WARPS * shape.lacking)
     operations.append(
         Operation(f"exp{w}_last" if wait else f"exp{w}", role, Unit.EXP, last, together=together)
     )
