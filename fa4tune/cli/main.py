@@ -72,7 +72,7 @@ def main() -> None:
     """Run the command line; errors of the package and of its usage become a sentence and an exit status."""
     _register(sys.argv[1:])
     try:
-        status = app(standalone_mode=False)
+        status = app(prog_name="fa4tune", standalone_mode=False)
     except Fa4tuneError as error:
         fail(error)
     except UsageError as error:
