@@ -11,8 +11,9 @@ after it; those of other roles as often as chance has it, which is the part of t
 
 **Independent arithmetic.** A scheduler goes on with a warp that has an instruction ready every cycle, as
 polynomials and element by element work have. For ``dense_hold`` of its length the products of other roles
-stand still, because their next instruction is not issued. Polynomials that stand together, with no
-exponential between them, hold up other roles' sections too, for as long as they last beside tensor cores.
+stand still, because their next instruction is not issued (added to their time, which is right for holds that
+are short beside the period). Polynomials that stand together, with no exponential between them, are taken to
+hold up other roles' sections too, and for as long as both their pipes need beside tensor cores.
 
 **Stations.** Where several roles use a unit and no order or barrier says who goes first, a role finds another
 one there with the probability that the other is there at all, and then shares the unit with it evenly: work
@@ -20,7 +21,7 @@ one there with the probability that the other is there at all, and then shares t
 hardware file. Sections need several pipes and leave even the busiest one idle for some of their time: of
 *n* roles that are all in theirs, each takes ``n s`` times as long, ``s`` being ``section_contention``, the
 part of it for which that pipe works. So there ``c = (n s - 1) / (n - 1)``: two hide among each other, many do
-not.
+not. A role with less than a tenth of the longest section does not count for *n*.
 
 Busy fractions follow from these longer times and the period (mean value analysis of a closed queueing
 network, Bard's approximation with exact self-exclusion); all of it is linear, so that factors at a period are
@@ -51,6 +52,9 @@ _SMEM, _EXP, _ALU, _FMA = (UNITS.index(unit) for unit in (Unit.SMEM, Unit.EXP, U
 
 Factors = list[list[float]]
 """How many times longer work takes, by role and station."""
+
+LITTLE = 0.1
+"""Part of the longest section below which a role's sections are too short to be met often."""
 
 
 class Along(NamedTuple):
@@ -175,9 +179,7 @@ class Sharing:
                 return []
             return [(group, cycles) for group, cycles in enumerate(work) if cycles]
 
-        self._section_contention = section_contention(
-            gpu.section_contention, copies * sum(map(bool, demand.sections))
-        )
+        self._section_contention = section_contention(gpu.section_contention, copies * crowd(demand.sections))
         using = sum([1 for own in self._products if any(own)])
         self._tensor = meeting(gpu.contention, free, using)
         self._by_turns = any(turn) and bool(self._tensor or (gpu.contention and copies > 1))
@@ -394,18 +396,24 @@ class Sharing:
         return fixed_point(lambda period: self.ratio(along, period), least, start)
 
 
+def crowd(sections: Sequence[float]) -> int:
+    """How many roles' sections count for contention: those of at least :data:`LITTLE` of the longest."""
+    least = LITTLE * max(sections, default=0.0)
+    return sum([1 for cycles in sections if cycles and cycles >= least])
+
+
 def section_contention(busiest: float, roles: int) -> float:
     """Contention of each other role's sections, of ``roles`` that have some.
 
     All of them at once need ``roles * busiest`` of the time that one takes alone, ``busiest`` being the part
     for which its busiest pipe works, and no less than that one.
     """
-    return max(0.0, (roles * busiest - 1.0) / (roles - 1)) if roles > 1 else busiest
+    return max(0.0, (roles * busiest - 1.0) / (roles - 1)) if roles > 1 else 0.0
 
 
 @lru_cache
 def nothing_held(roles: int) -> tuple[float, ...]:
-    """What polynomials hold roles up where there are none."""
+    """Nothing that holds a role up, for each of ``roles``."""
     return (0.0,) * roles
 
 

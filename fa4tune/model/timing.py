@@ -50,7 +50,7 @@ class Duration:
         hindered: how much longer that is where tensor cores work all the time.
         dense: those in which a warp has an independent instruction every cycle, so that its scheduler issues
             no other warp's matmuls.
-        block: those of polynomials that stand together, during which no other warp issues anything.
+        block: those of polynomials that stand together, taken to hold up other warps' arithmetic too.
         tmem: of tensor-memory loads and stores that the role waits for.
         other: what no other role disturbs.
     """
@@ -206,8 +206,8 @@ def _duration(operation: Operation, warps: int, gpu: Gpu) -> Duration:
         + alu / part * (1.0 / gpu.alu_beside_mma - 1.0)
         + fma / part * (1.0 / gpu.fma_beside_mma - 1.0)
     )
-    # stores of P go out while further exponentials are computed
-    accesses = 0.0 if work.exp else work.smem_generic_bytes / gpu.smem_bytes_per_clk / part
+    # what is stored goes out while more of it is computed
+    accesses = max(0.0, work.smem_generic_bytes / gpu.smem_bytes_per_clk / part - section)
     return Duration(
         asynchronous=False,
         units=units,

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fa4tune.kernels.plan import Dependency, Loop, Operation, Order, Unit, Work
 from fa4tune.model.event_graph import maximum_cycle_ratio
+from fa4tune.model.pipeline import solve
 from fa4tune.model.sharing import (
     SECTION,
     STATIONS,
@@ -19,10 +20,12 @@ from fa4tune.model.sharing import (
     TURNS,
     Demand,
     Sharing,
+    crowd,
     fixed_point,
     section_contention,
 )
 from fa4tune.model.skeleton import skeleton
+from fa4tune.model.timing import rates_of
 from tests.model.loops import chain, durations_of, exponentials, plain_gpu, product, random_attention, solved
 
 
@@ -55,7 +58,7 @@ def test_factors_are_those_of_the_rule(turns: str, copies: int) -> None:
             [cycles * factor / period for cycles, factor in zip(own, factors, strict=True)]
             for own, factors in zip(work, stretch, strict=True)
         ]
-        busy_roles = copies * sum(bool(own[SECTION]) for own in work)
+        busy_roles = copies * crowd([own[SECTION] for own in work])
         rules = (
             (SECTION, (SECTION,), (SECTION,), section_contention(gpu.section_contention, busy_roles)),
             (TENSOR, (TENSOR, TURNS), (TENSOR, TURNS), gpu.contention),
@@ -237,6 +240,45 @@ def test_all_sections_at_once_take_what_their_busiest_pipe_has_to_do() -> None:
     assert section_contention(1.0, 2) == 1.0
     assert section_contention(0.4, 2) == 0.0  # both hide under each other
     assert section_contention(0.75, 3) > section_contention(0.75, 2)
+    assert section_contention(0.75, 1) == 0.0
+
+
+def test_a_role_with_little_to_do_counts_little() -> None:
+    gpu = plain_gpu(section_contention=0.75)
+
+    def period(others: int) -> float:
+        body = tuple(exponentials(f"exp{g}", f"s{g}", 700) for g in range(2))
+        body += (exponentials("little", "t", others),) if others else ()
+        orders = tuple(Order(operation.role, (operation.name,)) for operation in body)
+        return solved(Loop(body, (), orders), gpu).period
+
+    assert period(0) < period(7) < 1.03 * period(0)
+    assert crowd([700.0, 700.0, 7.0]) == 2
+    assert crowd([700.0, 350.0, 70.0]) == 3
+    assert crowd([]) == crowd([0.0]) == 0
+
+
+def test_going_around_an_operation_costs_the_vote() -> None:
+    rescale = Operation("scale", "s", Unit.FMA, Work(fma=128 * 64, issue=4 * 64))
+    loop = Loop((exponentials("exp", "s", 700), rescale), (), (Order("s", ("exp", "scale")),))
+    gpu = plain_gpu(vote_latency_clk=69.0)
+    periods = [
+        solve(skeleton(loop), durations_of(loop, gpu), [1.0, weight], rates_of(gpu)).period
+        for weight in (0.0, 0.25, 1.0)
+    ]
+    assert periods == pytest.approx([700, 700 + 16 + 69, 764])
+
+
+def test_stores_hide_under_the_arithmetic_that_they_store() -> None:
+    gpu = plain_gpu()
+
+    def period(cycles: int, stored: int) -> float:
+        work = Work(exp=16 * cycles, smem_generic_bytes=128 * stored)
+        loop = Loop((Operation("exp", "s", Unit.EXP, work),), (), (Order("s", ("exp",)),))
+        return solved(loop, gpu).period
+
+    assert period(700, 0) == period(700, 600) == pytest.approx(700)
+    assert period(700, 900) > 900
 
 
 def test_a_pipe_is_full_when_its_work_and_what_products_take_from_it_fill_the_period() -> None:

@@ -11,6 +11,7 @@ busy until then. With ``ping_pong`` the warpgroups take turns to issue.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -61,18 +62,27 @@ MAX_EXPONENT = {"fp16": 15, "bf16": 127}
 _DEFAULT = SM90ForwardConfig()
 
 
-class Arrangement(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Arrangement:
     """Where a tile's softmax stands in machine code; as the assembler leaves it in this kernel.
 
     Of another kernel with the same operations its machine code says where they stand.
 
     Args:
-        wait_eighths: eighths of a tile's exponentials that run before the wait for the PV in flight.
+        wait_eighths: eighths of a tile's exponentials, 0 to 7, that run before the wait for the PV in flight;
+            down to whole K steps.
         together: emulated exponentials stand together, ahead of the others.
+
+    Raises:
+        ConfigError: no such wait.
     """
 
     wait_eighths: int = 4
     together: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.wait_eighths <= 7:
+            raise ConfigError(f"wait_eighths must be 0 to 7, not {self.wait_eighths}")
 
 
 OWN = Arrangement()
@@ -95,8 +105,8 @@ class Shape(NamedTuple):
     degree: int
     threshold: float
     arrangement: Arrangement = OWN
-    lacking: int = 0
-    """Registers that a thread's fragments need beyond those at launch, which the assembler goes by."""
+    lacking: bool = False
+    """Whether a thread's fragments need more registers than it has at launch, which the assembler goes by."""
 
 
 def emulated_registers(tile_n: int, share: float) -> tuple[bool, ...]:
@@ -208,7 +218,7 @@ def build_plan(
         config.exp2_degree if config.exp2_share else 0,
         config.rescale_threshold,
         arrangement,
-        max(0, needed - config.launch_registers),
+        needed > config.launch_registers,
     )
     prologue, loop, epilogue = _operations(shape)
     mma, producer = config.registers

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from fa4tune.errors import InfeasibleError
+from fa4tune.errors import ConfigError, InfeasibleError
 from fa4tune.hardware.gpu import load_gpu
 from fa4tune.kernels.config import SM90ForwardConfig, default_config
 from fa4tune.kernels.plan import KernelPlan, total_work
@@ -146,6 +146,12 @@ def test_an_arrangement_moves_work_and_adds_none(eighths: int, together: bool) -
     names = [operation.name for operation in other.loop.body]
     assert ("exp0_first" in names) == (eighths > 0)
     assert {op.together for op in other.loop.body if op.work.exp_emulated} == {together}
+
+
+def test_an_arrangement_has_a_wait_within_the_exponentials() -> None:
+    for eighths in (-1, 8):
+        with pytest.raises(ConfigError, match=f"wait_eighths must be 0 to 7, not {eighths}"):
+            Arrangement(eighths)
 
 
 def test_scarce_registers_cost_instructions() -> None:
