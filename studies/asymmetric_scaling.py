@@ -28,12 +28,13 @@ FIGURE = Path(__file__).parent / "figures" / "asymmetric_scaling.png"
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128))
 SEQLEN, TOKENS, HIDDEN = 8192, 32768, 2048
 GENERATIONS = ("h200", "b200", "b300")
-RATES = ("mma", "exp", "issue", "smem", "tmem", "l2", "hbm")
+RATES = ("mma", "exp", "issue", "fma", "smem", "tmem", "l2", "hbm")
 FACTORS = (0.5, 2**-0.5, 1.0, 2**0.5, 2.0, 2**1.5, 4.0)
 COLOURS = {
     "mma": "#76b7b2",
     "exp": "#e15759",
     "issue": "#4e79a7",
+    "fma": "#59a14f",
     "smem": "#edc948",
     "tmem": "#b07aa1",
     "l2": "#9c755f",
@@ -42,7 +43,8 @@ COLOURS = {
 WORDS = {
     "mma": "tensor cores",
     "exp": "exponential unit",
-    "issue": "instruction issue",
+    "issue": "instruction issue, ALU",
+    "fma": "multiply-add",
     "smem": "shared memory",
     "tmem": "tensor memory",
     "l2": "L2",
@@ -110,7 +112,7 @@ def one_rate(gpu: Gpu, axes: Sequence[Axes]) -> None:
 
 
 def two_rates(gpu: Gpu, axes: Sequence[Axes]) -> None:
-    """Tensor cores against exponential unit: which rate buys most from there, and tensor-core utilisation.
+    """Tensor cores against exponential unit: what binds, as it buys most, and tensor-core utilisation.
 
     What a rate buys is the re-tuned speed-up of making it 1.41 times faster.
     """
@@ -157,7 +159,7 @@ def two_rates(gpu: Gpu, axes: Sequence[Axes]) -> None:
             axis.annotate(name, (mma, exp), textcoords="offset points", xytext=(7, 5), fontsize=8)
         axis.set_xscale("log", base=2)
         axis.set_yscale("log", base=2)
-        axis.set_title(f"head dim {dims[0]}/{dims[1]}: what buys most", fontsize=10)
+        axis.set_title(f"head dim {dims[0]}/{dims[1]}: what binds, as it buys most", fontsize=10)
         axis.set_xlabel("tensor cores, times the B200's")
     axes[0].set_ylabel("exponential unit, times the B200's")
     axes[-1].legend(

@@ -109,7 +109,7 @@ def retimed(problem: AttentionProblem, config: KernelConfig, gpu: Gpu) -> Predic
 
 
 ELASTIC = ("mma", "exp", "issue", "smem", "tmem", "l2", "hbm")
-"""Rates whose elasticity is asked for; multiply-add alone never matters without ``issue``."""
+"""Rates whose elasticity is asked for; multiply-add alone buys little without ``issue``."""
 
 
 def elasticities(
