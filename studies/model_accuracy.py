@@ -4,8 +4,8 @@ Run `python studies/model_accuracy.py`: reads the shapes of `studies/data/campai
 nothing was fitted to, prints accuracy by problem and over all of them, the same for a roofline and for a
 roofline times one constant a kernel class (fitted to `campaign.jsonl`, as the model), then profiled kernels
 and the published B200 figures against the model, and draws `figures/model_accuracy.png`. Configs of a problem
-were measured in turns, at the clock that they share, and are predicted so. Without these shapes it judges
-every other shape of the campaign, which is only fair after `model_fit.py --half`.
+were measured in turns, at the clock that they share, and are predicted so. `--half FILE` judges the file that
+`model_fit.py --half --out FILE` wrote on the shapes of the campaign that it left out.
 """
 
 import argparse
@@ -108,21 +108,20 @@ def show(label: str, result: Accuracy) -> None:
     )
 
 
-def split(gpu: Gpu, path: Path) -> tuple[list[Sample], list[Sample], str]:
+def split(gpu: Gpu, path: Path | None) -> tuple[list[Sample], list[Sample], str]:
     """(samples to judge on, the others, what the first are): judged shapes, or half of the campaign."""
     found = samples(read_trials(DATA), gpu)
-    if path.is_file():
+    if path is not None:
         seen = {str(s.problem) for s in found}
         judged = [s for s in samples(read_trials(path), gpu) if str(s.problem) not in seen]
         return judged, found, "Shapes that nothing was fitted to"
     judged = [s for s in found if held_out(s.problem)]
     others = [s for s in found if not held_out(s.problem)]
-    return judged, others, f"No {path.name}: every other shape of the campaign (held out after --half only)"
+    return judged, others, "Every other shape of the campaign"
 
 
-def campaign(path: Path) -> None:
-    """Accuracy on shapes that nothing was fitted to."""
-    gpu = load_gpu("h200")
+def campaign(path: Path | None, gpu: Gpu) -> None:
+    """Accuracy on shapes that nothing was fitted to, and a picture of it for the judged ones."""
     judged, others, words = split(gpu, path)
     names = [str(s.problem) for s in judged]
     measured = [s.measured_us for s in judged]
@@ -148,7 +147,8 @@ def campaign(path: Path) -> None:
         "model, its own fit",
         accuracy(train, [s.measured_us for s in others], times_in_turns(others, gpu, pause_us(gpu))),
     )
-    draw(judged, measured, predicted, baselines(others, judged, gpu)["roofline x class"], path.is_file())
+    if path is not None:
+        draw(judged, measured, predicted, baselines(others, judged, gpu)["roofline x class"])
 
 
 def draw(
@@ -156,10 +156,8 @@ def draw(
     measured: Sequence[float],
     predicted: Sequence[float],
     base: Sequence[float],
-    unseen: bool,
 ) -> None:
     """Predicted over measured TFLOP/s for the model and the better baseline."""
-    whose = "shapes that nothing was fitted to" if unseen else "half of the campaign's shapes"
     figure, axes = plt.subplots(1, 2, figsize=(13, 6.2), layout="constrained", sharex=True, sharey=True)
     colours = {
         (64, "full"): "#4e79a7",
@@ -187,7 +185,7 @@ def draw(
             [0, top], [0, 0.9 * top], [0, 1.1 * top], color="black", alpha=0.07, label="within 10%"
         )
         axis.set_title(title)
-        axis.set_xlabel(f"measured TFLOP/s (H200, {whose})")
+        axis.set_xlabel("measured TFLOP/s (H200, shapes that nothing was fitted to)")
         axis.grid(color="#dddddd")
     axes[0].set_ylabel("predicted TFLOP/s")
     axes[0].legend(fontsize=9)
@@ -277,11 +275,16 @@ def published_b200() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--judged", type=Path, default=JUDGED_DATA, help="trials to judge on")
-    path = parser.parse_args().judged
-    if DATA.is_file():
-        campaign(path)
-    else:
-        print(f"no {DATA}: run studies/campaign.py first")
+    parser.add_argument(
+        "--half",
+        type=Path,
+        help="judge this file of model_fit.py --half on the shapes it left out, and no more",
+    )
+    arguments = parser.parse_args()
+    if arguments.half:
+        campaign(None, load_gpu(str(arguments.half)))
+        return
+    campaign(arguments.judged, load_gpu("h200"))
     if all(path.is_file() for path in PROFILED):
         profiler()
     published_b200()
