@@ -23,6 +23,7 @@ import statistics
 import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
 from fa4tune.hardware.gpu import Gpu, load_gpu
 from fa4tune.kernels.config import KernelConfig, default_config
@@ -38,31 +39,6 @@ from fa4tune.search.space import diverse, random_feasible
 from fa4tune.search.transfer import export, load_results
 
 DATA = Path(__file__).parent / "data" / "campaign.jsonl"
-FRESH_DATA = DATA.with_name("campaign_fresh.jsonl")
-SECOND_DATA = DATA.with_name("campaign_second.jsonl")
-THIRD_DATA = DATA.with_name("campaign_third.jsonl")
-FOURTH_DATA = DATA.with_name("campaign_fourth.jsonl")
-JUDGED_DATA = DATA.with_name("campaign_judged.jsonl")
-SETS = {
-    "fit": DATA,
-    "fresh": FRESH_DATA,
-    "second": SECOND_DATA,
-    "third": THIRD_DATA,
-    "fourth": FOURTH_DATA,
-    "judged": JUDGED_DATA,
-}
-"""Sets of shapes and their files."""
-
-SEEDS = {
-    "fit": "",
-    "fresh": " fresh",
-    "second": " second",
-    "third": " judged",
-    "fourth": " fourth",
-    "judged": " fifth",
-}
-"""What a set's random configs are drawn by, besides their class."""
-
 CONFIGS_A_CLASS = 28
 GOOD = 14
 """Configs of a class from the model's ranking; also the default, winners of searches, and random ones."""
@@ -70,71 +46,62 @@ GOOD = 14
 WINNERS = 4
 """Fastest configs of a recorded search of the class that every shape tries too."""
 
-# batch, heads, kv_heads by sequence length: about 16k tokens, hidden size 2048, grouped heads at two lengths
-SHAPES = {
-    512: (32, 1, 1),
-    1024: (16, 1, 1),
-    2048: (8, 1, 4),
-    4096: (4, 1, 1),
-    8192: (2, 1, 4),
-    16384: (1, 1, 1),
-    32768: (1, 2, 1),
-}
-"""seqlen -> (batch, divisor of the 2048 / head_dim query heads, query heads a kv head)."""
 
-FRESH_SHAPES = {
-    640: (20, 1, 1),
-    1536: (6, 1, 4),
-    3072: (8, 1, 1),
-    6144: (2, 2, 2),
-    24576: (1, 2, 8),
-}
-"""Shapes that an earlier model was judged on; mechanisms have been compared on them since."""
+class ShapeSet(NamedTuple):
+    """Shapes that belong together: a word by which their random configs are drawn, and what they are.
 
-SECOND_SHAPES = {
-    768: (24, 1, 1),
-    1280: (5, 1, 2),
-    2560: (6, 1, 8),
-    5120: (3, 2, 1),
-    12288: (2, 4, 1),
-}
-"""Again, of a later model; that a queue orders roles only in part, and power of L2, came from these."""
+    ``shapes``: seqlen -> (batch, divisor of the 2048 / head_dim query heads, query heads a kv head).
+    """
 
-THIRD_SHAPES = {
-    896: (12, 1, 1),
-    1792: (4, 1, 8),
-    3584: (4, 2, 2),
-    7168: (1, 1, 4),
-    14336: (1, 2, 1),
-}
-"""Again; the rules of votes, of independent arithmetic and of sections of many roles came after these."""
+    seed: str
+    shapes: dict[int, tuple[int, int, int]]
 
-FOURTH_SHAPES = {
-    960: (16, 1, 1),
-    2304: (6, 1, 4),
-    4608: (3, 2, 2),
-    9216: (2, 2, 1),
-    20480: (1, 1, 8),
-}
-"""Again; that stores of P hide under exponentials came after these."""
 
-JUDGED_SHAPES = {
-    1152: (14, 1, 1),
-    1920: (8, 1, 2),
-    3840: (4, 1, 4),
-    10240: (2, 2, 2),
-    18432: (1, 1, 1),
+SETS = {
+    # about 16k tokens, hidden size 2048, grouped heads at two lengths
+    "fit": ShapeSet(
+        "",
+        {
+            512: (32, 1, 1),
+            1024: (16, 1, 1),
+            2048: (8, 1, 4),
+            4096: (4, 1, 1),
+            8192: (2, 1, 4),
+            16384: (1, 1, 1),
+            32768: (1, 2, 1),
+        },
+    ),
+    # four that earlier models were judged on; mechanisms have been compared on them since
+    "fresh": ShapeSet(
+        " fresh",
+        {640: (20, 1, 1), 1536: (6, 1, 4), 3072: (8, 1, 1), 6144: (2, 2, 2), 24576: (1, 2, 8)},
+    ),
+    # that a queue orders roles only in part, and power of L2, came from these
+    "second": ShapeSet(
+        " second",
+        {768: (24, 1, 1), 1280: (5, 1, 2), 2560: (6, 1, 8), 5120: (3, 2, 1), 12288: (2, 4, 1)},
+    ),
+    # the rules of votes, of independent arithmetic and of sections of many roles came after these
+    "third": ShapeSet(
+        " judged",
+        {896: (12, 1, 1), 1792: (4, 1, 8), 3584: (4, 2, 2), 7168: (1, 1, 4), 14336: (1, 2, 1)},
+    ),
+    # that stores of P hide under exponentials came after these
+    "fourth": ShapeSet(
+        " fourth",
+        {960: (16, 1, 1), 2304: (6, 1, 4), 4608: (3, 2, 2), 9216: (2, 2, 1), 20480: (1, 1, 8)},
+    ),
+    # what the model is judged on; nothing was fitted to them, and no mechanism chosen by them
+    "judged": ShapeSet(
+        " fifth",
+        {1152: (14, 1, 1), 1920: (8, 1, 2), 3840: (4, 1, 4), 10240: (2, 2, 2), 18432: (1, 1, 1)},
+    ),
 }
-"""Shapes that the model is judged on; nothing was fitted to them, and no mechanism chosen by them."""
 
-SHAPES_OF = {
-    "fit": SHAPES,
-    "fresh": FRESH_SHAPES,
-    "second": SECOND_SHAPES,
-    "third": THIRD_SHAPES,
-    "fourth": FOURTH_SHAPES,
-    "judged": JUDGED_SHAPES,
-}
+
+def data_of(which: str) -> Path:
+    """The file of a set's trials."""
+    return DATA if which == "fit" else DATA.with_name(f"campaign_{which}.jsonl")
 
 
 def pause_us(gpu: Gpu) -> float:
@@ -145,7 +112,7 @@ def pause_us(gpu: Gpu) -> float:
 def shapes(head_dim: int, mask: str, which: str = "fit") -> list[AttentionProblem]:
     """The problems of one kernel class in a set of :data:`SETS`, shortest first."""
     found = []
-    for seqlen, (batch, divisor, group) in SHAPES_OF[which].items():
+    for seqlen, (batch, divisor, group) in SETS[which].shapes.items():
         heads = 2048 // head_dim // divisor
         found.append(
             AttentionProblem(batch, heads, heads // group, seqlen, seqlen, head_dim, head_dim, "bf16", mask)
@@ -162,7 +129,7 @@ def classes() -> list[tuple[int, str]]:
 
 def held_out(problem: AttentionProblem) -> bool:
     """Whether a shape is kept from every fit: every other length, the other half for the causal mask."""
-    index = list(SHAPES).index(problem.seqlen_q)
+    index = list(SETS["fit"].shapes).index(problem.seqlen_q)
     return (index % 2 == 0) == (problem.mask == "causal")
 
 
@@ -181,7 +148,7 @@ def configs(head_dim: int, mask: str, gpu: Gpu, which: str = "fit") -> list[Kern
         if config not in chosen:
             chosen.append(config)
     chosen += [entry.config for entry in diverse(rank_space(problem, gpu), GOOD, taken=chosen)]
-    rng = random.Random(f"{head_dim} {mask}{SEEDS[which]}")
+    rng = random.Random(f"{head_dim} {mask}{SETS[which].seed}")
     while len(chosen) < CONFIGS_A_CLASS:
         drawn = random_feasible(problem, gpu, rng)
         if drawn is not None and drawn not in chosen:
@@ -272,7 +239,7 @@ def main() -> None:
         part, _, parts = options.part.partition("/")
         write_bundle(options.directory, int(part), int(parts), load_gpu(options.gpu), options.set)
         return
-    data = SETS[options.set]
+    data = data_of(options.set)
     if options.verb == "import":
         print(f"{len(take(options.directory, data))} trials added to {data}")
     else:

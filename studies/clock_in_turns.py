@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from statistics import fmean, pstdev
 
-from campaign import DATA, FRESH_DATA
+from campaign import DATA, data_of
 
 from fa4tune.record import read_trials
 
@@ -42,7 +42,7 @@ def shown() -> list[float]:
     """Print the second table; true over shown clock of each profiled kernel that the campaign measured."""
     measured = {
         (trial.problem, repr(sorted(trial.config.items()))): trial
-        for path in (DATA, FRESH_DATA)
+        for path in (DATA, data_of("fresh"))
         for trial in read_trials(path)
         if trial.median_us and trial.provenance.clock_mhz
     }

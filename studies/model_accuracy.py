@@ -19,7 +19,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from campaign import DATA, JUDGED_DATA, held_out, pause_us
+from campaign import DATA, data_of, held_out, pause_us
 
 from fa4tune.errors import InfeasibleError
 from fa4tune.hardware.gpu import Gpu, load_gpu
@@ -274,7 +274,7 @@ def published_b200() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--judged", type=Path, default=JUDGED_DATA, help="trials to judge on")
+    parser.add_argument("--judged", type=Path, default=data_of("judged"), help="trials to judge on")
     parser.add_argument(
         "--half",
         type=Path,

@@ -3,7 +3,8 @@
 **Shared memory.** Operand reads of the tensor cores wait while SMEM takes in copies or serves threads, for a
 part ``b`` of the period: an operation takes ``b * yielding`` cycles longer. What yields is ``smem_conflict``
 of its operand cycles where these leave SMEM room for others, and all of them where they need the whole
-bandwidth. Threads' own accesses take ``1 + utilisation of SMEM`` times as long.
+bandwidth. What of threads' own accesses hides under no arithmetic takes ``1 + utilisation of SMEM`` times as
+long.
 
 **Arithmetic beside tensor cores.** A section is ``hindered`` cycles longer where products run all the time
 that it takes. Those of its own role do as long as they last, if they were issued before it and waited for
