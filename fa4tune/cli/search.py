@@ -236,7 +236,7 @@ def _progress() -> Iterator[Report]:
                 bar.reset(task)
                 shown = stage
                 if not console.is_terminal:
-                    note(f"{stage}: {total} in all")
+                    note(f"{stage}: {total} step{'' if total == 1 else 's'}")
             bar.update(task, completed=done, total=total, stage=stage, text=text)
 
         yield report
